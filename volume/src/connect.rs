@@ -113,7 +113,7 @@ async fn join(source: &str, settings: &VolumeSettings) -> Result<Arc<Volume>> {
         return Err(Error::new(ErrorKind::Unavailable, "nobody holds the volume"));
     };
     let tasks = TaskGroup::new("volume");
-    let tree = settings.join.join(&bucket, &record, JOIN_FIRST, &tasks).await?;
+    let tree = settings.join.join(&bucket, &record, JOIN_FIRST).await?;
     tracing::info!(url = %bucket.url(), server = ?tree.reached(), "joined: another process serves the tree");
     let blocks = Node::open(bucket.clone(), settings.cache()).await?;
     blocks.join(&settings.cache(), record.volume).await?;

@@ -131,7 +131,6 @@ impl JoinSettings {
         bucket: &Bucket,
         record: &VolumeRecord,
         first: Duration,
-        tasks: &TaskGroup,
     ) -> Result<RemoteTree> {
         // Nobody comes to this port: a host has to have one to go from.
         let nobody = Listen { ip: Some(Ipv4Addr::LOCALHOST.into()), port: 0 };
@@ -145,7 +144,6 @@ impl JoinSettings {
             first,
             deadline: self.deadline(),
             rng: Rng::system(),
-            tasks: tasks.clone(),
         })
         .await
     }

@@ -120,7 +120,9 @@ impl Filesystem for Dispatch {
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let (ttl, name) = (self.ttl(), bytes(name));
         self.run("lookup", parent, |fs| async move {
-            replies::found(reply, ttl, fs.lookup(convert::inode(parent), &name).await);
+            let found = fs.lookup(convert::inode(parent), &name).await;
+            let ttl = if matches!(found, Ok(None)) { fs.miss_ttl() } else { ttl };
+            replies::found(reply, ttl, found);
         });
     }
 

@@ -29,7 +29,7 @@ pub struct Policy {
     /// Answer no OPEN, OPENDIR and FLUSH: the kernel opens and closes files on its own and keeps every page. For
     /// content that does not change.
     pub dataset: bool,
-    /// How long the kernel may use names and attributes without asking, misses included.
+    /// How long the kernel may use names and attributes without asking: a second at most where other mounts may change them.
     pub ttl: Duration,
     /// Note when files are read, as relatime says.
     pub relatime: bool,
@@ -60,6 +60,9 @@ pub struct FileSystem {
 impl FileSystem {
     /// A file system over `volume`; `clock` says what UTIME_NOW is.
     pub fn new(volume: Arc<Volume>, policy: Policy, clock: Clock) -> Self {
+        // The kernel is told of what other mounts change, and that may be lost.
+        let most = if volume.is_shared() { Policy::LIVE_TTL } else { Duration::MAX };
+        let policy = Policy { ttl: policy.ttl.min(most), ..policy };
         Self {
             volume,
             policy,
@@ -75,6 +78,11 @@ impl FileSystem {
     /// How the mount behaves.
     pub fn policy(&self) -> &Policy {
         &self.policy
+    }
+
+    /// How long the kernel may take it that a name is nobody's: where other mounts make names, who was told of one finds it.
+    pub(crate) fn miss_ttl(&self) -> Duration {
+        if self.volume.is_shared() { Duration::ZERO } else { self.policy.ttl }
     }
 
     /// References to `ino` that the kernel holds.

@@ -56,6 +56,8 @@ pub(super) trait Listener: Send + Sync + 'static {
     fn standing(&self) -> Request;
     /// The answer to that.
     fn reopened(&self, answer: Answer);
+    /// The process ends. Whether all that it answered is durable.
+    fn ending(&self, is_synced: bool);
     /// The session goes on with a process that may have lost what was not synced.
     fn taken_over(&self);
 }
@@ -368,7 +370,11 @@ impl Link {
         loop {
             let heard = timeout(SILENCE, hear(stream)).await;
             match heard.map_err(|_| Error::new(ErrorKind::Unavailable, "it says nothing"))?? {
-                None | Some(ToClient::Ending) => return Ok(()),
+                None => return Ok(()),
+                Some(ToClient::Ending(is_synced)) => {
+                    listener.ending(is_synced);
+                    return Ok(());
+                }
                 Some(ToClient::Alive) => {}
                 Some(ToClient::Answer { id, outcome }) => self.answered(id, outcome),
                 Some(ToClient::Changed(changes)) => {

@@ -13,12 +13,12 @@ use forebay_io::task::{Stop, TaskGroup};
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWriteExt};
 use tokio::sync::broadcast::error::RecvError;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Notify, Semaphore, mpsc};
 use tokio::time::{sleep, timeout};
 
 use super::session::Session;
 use super::wire::{Hello, Standing, ToClient, ToServer, Welcome, encode, hear};
-use crate::tree::{LocalTree, OutsideChange};
+use crate::tree::{LocalTree, OutsideChange, Tree};
 
 /// How often either side says that it lives.
 pub(super) const BEAT: Duration = Duration::from_secs(2);
@@ -55,6 +55,10 @@ struct Shared {
     sessions: Mutex<HashMap<u64, Known>>,
     tasks: TaskGroup,
     patience: Duration,
+    /// Nothing is answered any more.
+    ending: Stop,
+    /// Raised as connections end.
+    ended: Notify,
 }
 
 /// A session and how it stands.
@@ -87,8 +91,15 @@ impl Server {
         tasks: &TaskGroup,
     ) -> Self {
         let tasks = tasks.child("serve tree");
-        let shared =
-            Arc::new(Shared { tree, number, sessions: Mutex::default(), tasks: tasks.clone(), patience });
+        let shared = Arc::new(Shared {
+            tree,
+            number,
+            sessions: Mutex::default(),
+            tasks: tasks.clone(),
+            patience,
+            ending: Stop::new(),
+            ended: Notify::new(),
+        });
         let (serving, of_missing) = (shared.clone(), shared.clone());
         let answering = tasks.clone();
         tasks.spawn("mounts", async move {
@@ -135,8 +146,20 @@ impl Server {
         guests
     }
 
-    /// Tells mounts that this process ends, and answers none any more. Their sessions stay for who serves the tree next.
+    /// Makes durable what was answered, tells mounts that this process ends, and answers none any more. Their sessions stay for who
+    /// serves the tree next.
     pub async fn stop(&self) {
+        self.shared.ending.cancel();
+        let all_told = async {
+            loop {
+                let ended = self.shared.ended.notified();
+                if !self.shared.sessions.lock().values().any(|known| known.current.is_some()) {
+                    return;
+                }
+                ended.await;
+            }
+        };
+        let _ = timeout(SILENCE, all_told).await;
         let left = self.tasks.shutdown(BEAT).await;
         if !left.is_empty() {
             tracing::debug!(?left, "mounts were cut off");
@@ -181,8 +204,10 @@ impl Shared {
         tasks.spawn("changes", tell_changes(changes, say.clone(), stop.clone()));
         tasks.spawn("quotas", tell_of_quotas(self.tree.clone(), say.clone(), stop.clone()));
         let ended = self.answer_all(&session, &mut hearing, &say, &tasks).await;
-        if self.tasks.stop().is_cancelled() {
-            let _ = say.try_send(encode(&ToClient::Ending)?);
+        if self.ending.is_cancelled() {
+            // Nothing is answered any more, so that this is all of it.
+            let is_synced = self.tree.sync().await.is_ok();
+            let _ = say.try_send(encode(&ToClient::Ending(is_synced))?);
         }
         drop(say);
         stop.cancel();
@@ -231,10 +256,10 @@ impl Shared {
             let mut sessions = self.sessions.lock();
             match sessions.get_mut(&session) {
                 Some(known) if known.connection == connection => known.current = None,
-                _ => return,
+                _ => return self.ended.notify_waiters(),
             }
+            self.ended.notify_waiters();
             if is_over {
-                sessions.remove(&session);
                 return;
             }
         }
@@ -261,9 +286,18 @@ impl Shared {
         }
     }
 
+    /// Waits for something, for as long as a connection and this process go on.
+    async fn until_the_end<T>(&self, stop: &Stop, work: impl Future<Output = T>) -> Option<T> {
+        tokio::select! {
+            done = work => Some(done),
+            () = stop.cancelled() => None,
+            () = self.ending.cancelled() => None,
+        }
+    }
+
     /// Answers a mount's requests until it says that it ends (true), goes away (false), or says nothing.
     async fn answer_all(
-        &self,
+        self: &Arc<Self>,
         session: &Arc<Session>,
         stream: &mut (impl AsyncRead + Unpin),
         say: &mpsc::Sender<Bytes>,
@@ -272,10 +306,10 @@ impl Shared {
         let (places, stop) = (Arc::new(Semaphore::new(AT_ONCE)), tasks.stop());
         loop {
             let place = places.clone().acquire_owned();
-            let Some(place) = stop.run_until_cancelled(place).await else { return Ok(false) };
+            let Some(place) = self.until_the_end(&stop, place).await else { return Ok(false) };
             let place = place.map_err(|_| Error::bug("a semaphore was closed"))?;
             let hearing = timeout(SILENCE, hear(stream));
-            let Some(heard) = stop.run_until_cancelled(hearing).await else { return Ok(false) };
+            let Some(heard) = self.until_the_end(&stop, hearing).await else { return Ok(false) };
             let (id, oldest, request) = match heard.map_err(|_| silent())?? {
                 None => return Ok(false),
                 Some(ToServer::Alive) => continue,
@@ -283,16 +317,23 @@ impl Shared {
                 Some(ToServer::Ask { id, oldest, request }) => (id, oldest, request),
             };
             let is_last = matches!(request, super::wire::Request::Bye);
-            let (session, say) = (session.clone(), say.clone());
+            let (session, say, ending) = (session.clone(), say.clone(), self.ending.clone());
+            let shared = is_last.then(|| self.clone());
             // Of the server's group: what was begun is brought to its end, whether its mount hears of it now or asks again.
             let answered = self.tasks.spawn("answer", async move {
                 let outcome = session.answer(id, oldest, request).await;
+                if let (Some(shared), Ok(_)) = (shared, &outcome) {
+                    // Before it hears of it.
+                    shared.sessions.lock().remove(&session.number());
+                }
                 let frame = match encode(&ToClient::Answer { id, outcome }) {
                     Ok(frame) => Ok(frame),
                     Err(error) => encode(&ToClient::Answer { id, outcome: Err(error.into()) }),
                 };
                 drop(place);
-                if let Ok(frame) = frame {
+                if let Ok(frame) = frame
+                    && !ending.is_cancelled()
+                {
                     // Nobody hears it any more, or will ask again.
                     let _ = say.send(frame).await;
                 }

@@ -24,6 +24,8 @@ use crate::tree::{
     RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode,
 };
 
+/// How often what was changed is made durable; who serves the tree does so every second as well.
+const SYNC_EVERY: Duration = Duration::from_secs(2);
 /// How long what is left is waited for at the end.
 const CLOSING: Duration = Duration::from_secs(5);
 
@@ -43,8 +45,6 @@ pub struct RemoteParts {
     pub deadline: Duration,
     /// Chance, for the names of owned blobs.
     pub rng: Rng,
-    /// Where the way is kept, as a child group.
-    pub tasks: TaskGroup,
 }
 
 /// A tree that another process serves. What is asked while that process, or another that takes the tree over, is being looked for
@@ -69,6 +69,38 @@ struct Shared {
     /// Whether a process that served the tree was lost then.
     is_lost: AtomicBool,
     pins: Arc<Pins>,
+    /// The root, and the counts of the volume, as they were last: who unmounts while nobody serves the tree asks for these first,
+    /// and is not to wait.
+    root: Mutex<Option<Attributes>>,
+    statistics: Mutex<Option<Statistics>>,
+}
+
+impl Shared {
+    /// Makes durable what this mount changed; nothing is asked where there is none.
+    async fn sync(&self) -> Result<()> {
+        if !self.is_unsynced.swap(false, Ordering::SeqCst) {
+            return Ok(());
+        }
+        let synced = match self.link.call(Request::Sync).await {
+            Ok(Answer::Done) => Ok(()),
+            Ok(_) => Err(unexpected()),
+            Err(error) => Err(error),
+        };
+        if synced.is_err() {
+            self.is_unsynced.store(true, Ordering::SeqCst);
+        }
+        synced
+    }
+
+    /// Syncs every so often, so that little is lost with a process.
+    async fn sync_behind(self: Arc<Self>) {
+        loop {
+            tokio::time::sleep(SYNC_EVERY).await;
+            if let Err(error) = self.sync().await {
+                tracing::debug!(%error, "what was changed last is not durable yet");
+            }
+        }
+    }
 }
 
 impl Listener for Shared {
@@ -97,6 +129,12 @@ impl Listener for Shared {
                 tracing::warn!(%ino, "a file that is open here is gone with the process that served the tree");
                 open.remove(&ino);
             }
+        }
+    }
+
+    fn ending(&self, is_synced: bool) {
+        if is_synced {
+            self.is_unsynced.store(false, Ordering::SeqCst);
         }
     }
 
@@ -134,7 +172,7 @@ impl RemoteTree {
     /// # Errors
     /// `Unavailable`, with what the last try met, where nobody is found that serves it; `Denied` for another secret.
     pub async fn open(parts: RemoteParts) -> Result<Self> {
-        let RemoteParts { volume, host, find, name, first, deadline, rng, tasks } = parts;
+        let RemoteParts { volume, host, find, name, first, deadline, rng } = parts;
         let link = Link::new(Ends { volume, name, host, find, deadline, rng: rng.clone() });
         let shared = Arc::new(Shared {
             link,
@@ -144,12 +182,21 @@ impl RemoteTree {
             is_unsynced: AtomicBool::new(false),
             is_lost: AtomicBool::new(false),
             pins: Arc::default(),
+            root: Mutex::default(),
+            statistics: Mutex::default(),
         });
-        let tasks = tasks.child("remote tree");
+        // Of its own: what ends before the tree is closed still asks it.
+        let tasks = TaskGroup::new("remote tree");
         tasks.spawn("link", Link::keep(shared.clone(), tasks.clone()));
+        let (syncing, stop) = (shared.clone(), tasks.stop());
+        tasks.spawn("sync", async move { stop.run_until_cancelled(syncing.sync_behind()).await });
         let tree = Self { shared, rng, tasks };
         match tree.shared.link.wait(Instant::now() + first).await {
-            Ok(()) => Ok(tree),
+            Ok(()) => {
+                tree.attributes(InodeId::ROOT).await?;
+                tree.statistics().await?;
+                Ok(tree)
+            }
             Err(error) => {
                 tree.tasks.shutdown(CLOSING).await;
                 Err(error)
@@ -227,11 +274,17 @@ impl Tree for RemoteTree {
     }
 
     async fn attributes(&self, ino: InodeId) -> Result<Attributes> {
-        expect!(self.call(Request::Attributes(ino)).await?, Attributes(attributes) => attributes)
+        let attributes =
+            expect!(self.call(Request::Attributes(ino)).await?, Attributes(attributes) => attributes)?;
+        if ino == InodeId::ROOT {
+            *self.shared.root.lock() = Some(attributes.clone());
+        }
+        Ok(attributes)
     }
 
-    fn attributes_now(&self, _ino: InodeId) -> Option<Result<Attributes>> {
-        None
+    fn attributes_now(&self, ino: InodeId) -> Option<Result<Attributes>> {
+        let is_away = ino == InodeId::ROOT && self.reached().is_none();
+        self.shared.root.lock().clone().filter(|_| is_away).map(Ok)
     }
 
     async fn read_directory(
@@ -338,7 +391,17 @@ impl Tree for RemoteTree {
         if is_last {
             self.end_hold(ino);
         }
-        self.done(Request::Closed(ino)).await
+        if self.reached().is_some() {
+            return self.done(Request::Closed(ino)).await;
+        }
+        // Told to whoever serves the tree next, or still does: nobody waits for that.
+        let shared = self.shared.clone();
+        self.tasks.spawn("closed", async move {
+            if let Err(error) = shared.link.call(Request::Closed(ino)).await {
+                tracing::debug!(%ino, %error, "nobody was told that a file was closed");
+            }
+        });
+        Ok(())
     }
 
     async fn reserve(&self, ino: InodeId, size: u64) -> Result<()> {
@@ -445,16 +508,17 @@ impl Tree for RemoteTree {
             return Err(Error::new(ErrorKind::Unavailable, fact)
                 .with_hint("look at what was made or changed last: closed files that are there are whole"));
         }
-        self.shared.is_unsynced.store(false, Ordering::SeqCst);
-        let synced = self.done(Request::Sync).await;
-        if synced.is_err() {
-            self.shared.is_unsynced.store(true, Ordering::SeqCst);
-        }
-        synced
+        self.shared.sync().await
     }
 
     async fn statistics(&self) -> Result<Statistics> {
-        expect!(self.call(Request::Statistics).await?, Statistics(statistics) => statistics)
+        if let (None, Some(known)) = (self.reached(), *self.shared.statistics.lock()) {
+            return Ok(known);
+        }
+        let statistics =
+            expect!(self.call(Request::Statistics).await?, Statistics(statistics) => statistics)?;
+        *self.shared.statistics.lock() = Some(statistics);
+        Ok(statistics)
     }
 
     async fn refresh(&self, ino: InodeId) -> Result<()> {
@@ -468,8 +532,13 @@ impl Tree for RemoteTree {
     async fn close(&self) -> Result<()> {
         let synced = self.sync().await;
         // Its session ends in any case, a minute later.
-        let left = tokio::time::timeout(CLOSING, self.done(Request::Bye)).await;
-        if !matches!(left, Ok(Ok(()))) {
+        let is_told = match self.reached() {
+            Some(_) => {
+                tokio::time::timeout(CLOSING, self.done(Request::Bye)).await.is_ok_and(|left| left.is_ok())
+            }
+            None => false,
+        };
+        if !is_told {
             tracing::debug!("the process that serves the tree did not hear that this mount ends");
         }
         self.tasks.shutdown(CLOSING).await;

@@ -74,8 +74,8 @@ pub(super) enum ToClient {
     Quotas(bool),
     /// It lives.
     Alive,
-    /// It ends: another one may serve the tree soon.
-    Ending,
+    /// It ends, and answers nothing any more: another one may serve the tree soon. Whether all that it answered is durable.
+    Ending(bool),
 }
 
 /// How a mount is let in.

@@ -327,7 +327,8 @@ fn mounted(lease: &LeaseRecord) -> Error {
     let at = lease.address.as_ref().map(|address| format!(" at {address}")).unwrap_or_default();
     let message = format!("the volume is mounted read-write by {}{at}", lease.holder);
     Error::new(ErrorKind::Conflict, message).with_hint(
-        "unmount it there, mount with --read-only, or take it over with --take-over: the other mount then fails",
+        "unmount it there, mount both with --join-secret, to write from both, or this one with --read-only, or take the volume over \
+         with --take-over: the other mount then fails",
     )
 }
 

@@ -48,7 +48,10 @@ pub(super) fn held_by(other: &str) -> Error {
     let message = format!("the volume is mounted read-write by {other}");
     let hint = match is_ending(other) {
         true => "it was unmounted and still brings changes to the bucket: wait until its process has ended",
-        false => "unmount it there; on a directory the lock goes with its process and cannot be taken over",
+        false => {
+            "unmount it there, or mount both with --join-secret, to write from both; on a directory the lock goes with its process and \
+             cannot be taken over"
+        }
     };
     Error::new(ErrorKind::Conflict, message).with_hint(hint)
 }

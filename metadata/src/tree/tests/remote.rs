@@ -80,7 +80,6 @@ impl Site {
             first: Duration::from_secs(20),
             deadline: Duration::from_secs(20),
             rng: Rng::system(),
-            tasks: TaskGroup::new("guest"),
         })
         .await
     }
@@ -88,6 +87,8 @@ impl Site {
     /// The power goes where it is served.
     async fn crash(&self, served: Served) {
         self.address.lock().clear();
+        // First, so that nothing is made durable on the way.
+        self.world.disk.fail(false);
         served.tasks.shutdown(Duration::ZERO).await;
         drop(served.server);
         let tree = Arc::into_inner(served.tree).expect("nobody else has it");
