@@ -16,11 +16,13 @@ pub mod compare;
 pub mod process;
 mod starting;
 pub mod mount;
+pub mod meta;
 mod mounted;
 
 pub use bucket::TestBucket;
 pub use compare::{assert_same_trees, differences};
 pub use door::{Door, Manner, Trouble};
+pub use meta::Meta;
 pub use mount::{DISK_CACHE, EARLY, EARLY_AND_SOON, Mount, SOON};
 pub use mounted::Mounted;
 pub use process::{Forebay, Outcome, shell};

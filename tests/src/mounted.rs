@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use rand::RngExt;
 
+use crate::meta::{Meta, join_secret};
 use crate::s3::Server;
 use crate::{DISK_CACHE, Door, Forebay, Manner, Mount, Outcome, Scratch, Seeded, shell};
 
@@ -24,6 +25,8 @@ pub struct Mounted {
     /// The environment that reaches the bucket.
     variables: Vec<(String, String)>,
     machines: usize,
+    /// What serves the tree, where another process does.
+    meta: Option<Meta>,
 }
 
 impl Mounted {
@@ -56,6 +59,17 @@ impl Mounted {
         Self { _server: Some(server), door: Some(door), ..mounted }
     }
 
+    /// Over S3, where another process holds the volume and this mount joins.
+    pub fn joined(options: &[&str]) -> Self {
+        let (server, scratch) = (Server::for_volume(), Scratch::new());
+        let url = format!("s3://{}/a/prefix", server.create_bucket());
+        let (variables, secret) = (server.envs(), join_secret(scratch.path()));
+        let meta = Meta::start(&scratch.join("home-meta"), &url, &secret, &[], &variables);
+        let options = [options, DISK_CACHE, &["--join-only", "--join-secret", &secret]].concat();
+        let mounted = Self::new(scratch, &url, &options, variables);
+        Self { _server: Some(server), meta: Some(meta), ..mounted }
+    }
+
     /// Over a folder, with all directories packed.
     pub fn packed(options: &[&str]) -> Self {
         let mounted = Self::folder(&[options, DISK_CACHE].concat());
@@ -66,7 +80,16 @@ impl Mounted {
 
     fn new(scratch: Scratch, url: &str, options: &[&str], variables: Vec<(String, String)>) -> Self {
         let mount = Mount::new(&scratch.join("home"), url, &scratch.join("mnt"), options, &variables);
-        Self { scratch, mount, url: url.to_owned(), _server: None, door: None, variables, machines: 1 }
+        Self {
+            scratch,
+            mount,
+            url: url.to_owned(),
+            _server: None,
+            door: None,
+            variables,
+            machines: 1,
+            meta: None,
+        }
     }
 
     /// The mount point.
@@ -122,6 +145,10 @@ impl Mounted {
     /// Unmounts. What was in trouble was so often enough for that to count, and the volume is sound.
     pub fn end(mut self) {
         self.mount.unmount();
+        if let Some(meta) = &mut self.meta {
+            meta.end();
+            self.check();
+        }
         if let Some(door) = &self.door {
             let troubles = door.troubles();
             let all: usize = troubles.values().sum();

@@ -3,11 +3,12 @@
 use std::fs;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use forebay_tests::meta::{free_address, join_secret};
 use forebay_tests::s3::Server;
-use forebay_tests::{Forebay, Mount, Scratch, assert_same_trees, require_fuse, shell};
+use forebay_tests::{Forebay, Meta, Mount, Scratch, assert_same_trees, require_fuse, shell};
 use serde_json::Value;
 
 /// Hosts that write to one bucket.
@@ -25,7 +26,6 @@ impl Hosts {
     }
 
     fn of(scratch: Scratch, url: String, envs: Vec<(String, String)>) -> Self {
-        fs::write(scratch.join("secret"), "what all of these hosts know").expect("written");
         Self { scratch, url, envs }
     }
 
@@ -35,14 +35,14 @@ impl Hosts {
 
     /// Mounts on a host of its own, at a port that is free now.
     fn mount(&self, name: &str, options: &[&str]) -> Mount {
-        let (secret, listen) = (self.secret(), free_port());
+        let (secret, listen) = (self.secret(), free_address());
         let ours = ["--join-secret", &secret, "--join-listen", &listen];
         let options: Vec<&str> = ours.iter().chain(options).copied().collect();
         Mount::new(&self.home(name), &self.url, &self.scratch.join(name), &options, &self.envs)
     }
 
     fn secret(&self) -> String {
-        self.scratch.join("secret").display().to_string()
+        join_secret(self.scratch.path())
     }
 
     /// What `forebay status` tells of a host's mount.
@@ -52,11 +52,6 @@ impl Hosts {
         let shown: Value = serde_json::from_str(&text).expect("it is JSON");
         shown["mounts"][0].clone()
     }
-}
-
-fn free_port() -> String {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
-    listener.local_addr().expect("it has one").to_string()
 }
 
 /// Waits for what others are told of in moments, and see after a second in any case.
@@ -272,12 +267,7 @@ fn a_process_without_a_mount_serves_the_tree_and_another_takes_over() {
     }
     let hosts = Hosts::of_folder();
     let serve = |name: &str, options: &[&str]| {
-        let home = hosts.home(name);
-        fs::create_dir_all(&home).expect("made");
-        let (listen, secret) = (free_port(), hosts.secret());
-        let ours = ["meta", &hosts.url, "--join-secret", &secret, "--join-listen", &listen];
-        let arguments: Vec<&str> = ours.iter().chain(options).copied().collect();
-        Forebay::new(&home, arguments).envs(&hosts.envs).spawn(&home.join("meta.log"))
+        Meta::start(&hosts.home(name), &hosts.url, &hosts.secret(), options, &hosts.envs)
     };
     let mut active = serve("meta", &[]);
     let mounts = [hosts.mount("one", &["--join-only"]), hosts.mount("other", &["--join-only"])];
@@ -287,19 +277,16 @@ fn a_process_without_a_mount_serves_the_tree_and_another_takes_over() {
     check_same(&mounts[0], &mounts[1]);
     let shown = hosts.status("meta");
     assert_eq!(shown["sharing"]["mounts"].as_array().expect("mounts").len(), 2, "{shown}");
-    active.kill().expect("killed");
-    active.wait().expect("ended");
+    active.kill();
     fs::write(mounts[0].path().join("after"), "by the next one").expect("written");
     assert_eq!(fs::read_to_string(mounts[1].path().join("after")).expect("read"), "by the next one");
     check_same(&mounts[0], &mounts[1]);
     // It ends when it is told to; what mounts ask waits, and fails when nobody comes.
-    shell(Path::new("/"), &format!("kill -TERM {}", standby.id())).succeeded();
-    assert!(standby.wait().expect("ended").success());
+    standby.end();
     let mut next = serve("next", &[]);
     assert_eq!(fs::read_to_string(mounts[0].path().join("after")).expect("read"), "by the next one");
     drop(mounts);
-    shell(Path::new("/"), &format!("kill -TERM {}", next.id())).succeeded();
-    assert!(next.wait().expect("ended").success());
+    next.end();
 }
 
 /// Promise W4: Only who knows the secret joins
@@ -325,9 +312,51 @@ fn who_may_not_join_is_told_why() {
     let both = try_mount(&["--join-secret", &hosts.secret(), "--writeback"]);
     assert!(both.stderr.contains("staged on one host"), "{both}");
     fs::write(holder.path().join("file"), "whole").expect("nothing happened to it");
-    // What is done where the tree is says where that is.
-    let other = hosts.mount("joined", &[]);
-    let at = other.path().display().to_string();
-    let quota = Forebay::new(&hosts.home("joined"), ["quota", "set", &at, "--bytes", "1GiB"]).run();
-    assert!(quota.stderr.contains("127.0.0.1:"), "{quota}");
+}
+
+/// What people ask of a volume through a mount is done where the tree is.
+///
+/// Promise W5: Commands work on any of the mounts
+#[test]
+fn commands_on_a_mount_that_joined_are_done_where_the_tree_is() {
+    if !require_fuse("commands_on_a_mount_that_joined_are_done_where_the_tree_is") {
+        return;
+    }
+    let hosts = Hosts::of_folder();
+    let meta_options = ["--config", &trash_configuration(&hosts.scratch)].map(str::to_owned);
+    let options: Vec<&str> = meta_options.iter().map(String::as_str).collect();
+    let mut meta = Meta::start(&hosts.home("meta"), &hosts.url, &hosts.secret(), &options, &[]);
+    let mut mount = hosts.mount("one", &["--join-only"]);
+    let (home, at) = (hosts.home("one"), |name: &str| mount.path().join(name).display().to_string());
+    let forebay = |words: &[&str]| Forebay::new(&home, words.iter().copied()).run();
+    fs::write(mount.path().join("file"), "text").expect("written");
+    let mut open = fs::OpenOptions::new().append(true).open(mount.path().join("file")).expect("opened");
+    open.write_all(b" and more").expect("written");
+    // Also what is not closed yet.
+    forebay(&["clone", &at("file"), &at("copy")]).succeeded();
+    assert_eq!(fs::read_to_string(mount.path().join("copy")).expect("read"), "text and more");
+    drop(open);
+    fs::create_dir(mount.path().join("small")).expect("made");
+    forebay(&["quota", "set", &at("small"), "--bytes", "1MiB"]).succeeded();
+    let written = fs::write(mount.path().join("small/large"), vec![1; 2 << 20]);
+    assert_eq!(written.expect_err("too large").raw_os_error(), Some(libc::EDQUOT));
+    fs::remove_file(mount.path().join("copy")).expect("removed");
+    assert!(forebay(&["trash", "ls", &at("")]).succeeded().contains("copy"));
+    forebay(&["trash", "restore", &at("copy")]).succeeded();
+    wait_for("what was restored", || mount.path().join("copy").exists());
+    forebay(&["volume", "policy", &at("small"), "packed"]).succeeded();
+    assert!(forebay(&["volume", "policy", &at("small")]).succeeded().contains("packed"));
+    forebay(&["fsck", &hosts.url]).succeeded();
+    forebay(&["gc", &hosts.url]).succeeded();
+    // A dump would be a file elsewhere.
+    let dump = forebay(&["volume", "dump", &hosts.url, &at("../dump")]);
+    assert!(dump.stderr.contains("127.0.0.1:"), "{dump}");
+    mount.unmount();
+    meta.end();
+}
+
+fn trash_configuration(scratch: &Scratch) -> String {
+    let path = scratch.join("trash.toml");
+    fs::write(&path, "[volume]\ntrash_ms = 3600000\n").expect("written");
+    path.display().to_string()
 }

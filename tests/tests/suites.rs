@@ -120,6 +120,16 @@ fn pjdfstest_finds_no_failure_in_what_is_written_back() {
     }
 }
 
+/// Nor where another process has the tree.
+#[test]
+fn pjdfstest_finds_no_failure_on_a_mount_that_joined() {
+    if let Some(program) = ready("pjdfstest_finds_no_failure_on_a_mount_that_joined", "pjdfstest", true) {
+        let mounted = Mounted::joined(&["--allow-other"]);
+        run_pjdfstest(&program, &mounted);
+        mounted.end();
+    }
+}
+
 /// Every operation that fsx has; `flen` and `max` are the longest file and the largest operation.
 fn fsx_config(flen: u32, max: u32) -> String {
     format!(
@@ -210,6 +220,17 @@ fn fsx_finds_no_wrong_byte_on_s3() {
         let mounted = Mounted::s3(&[]);
         run_fsx(&program, &mounted, &mut Seeded::new(), fsx_runs(), 3);
         mounted.end();
+    }
+}
+
+#[test]
+fn fsx_finds_no_wrong_byte_on_a_mount_that_joined() {
+    if let Some(program) = ready("fsx_finds_no_wrong_byte_on_a_mount_that_joined", "fsx", false) {
+        for options in [&[][..], &["--config", EARLY]] {
+            let mounted = Mounted::joined(options);
+            run_fsx(&program, &mounted, &mut Seeded::new(), fsx_runs(), 3);
+            mounted.end();
+        }
     }
 }
 

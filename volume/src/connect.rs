@@ -24,10 +24,10 @@ use forebay_metadata::tree::{GcSettings, ImportSettings, LocalTree, TreeParts, T
 use forebay_metadata::volume_file::{Access, Claim, EngineKind, VolumeFile, VolumeRecord};
 use futures::future::{BoxFuture, FutureExt};
 
-use crate::compact;
 use crate::settings::{VolumeSettings, WriteSettings};
 use crate::staging::{self, Durable, Staging};
 use crate::{Parts, Volume, Writeback};
+use crate::{compact, control};
 
 /// How often a tree that another mount changes meanwhile is copied until it is given up.
 const COPY_TRIES: u32 = 3;
@@ -579,6 +579,9 @@ async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>>
         tasks,
         clock,
     });
+    if let Some(server) = &volume.server {
+        control::serve_elsewhere(&volume, server);
+    }
     // It is asked again when all is to be in the bucket: what cannot be told now keeps nobody waiting.
     if let Err(error) = volume.settle_damaged().await {
         tracing::warn!(%error, "what became of damaged staged bytes is not known yet");

@@ -13,7 +13,9 @@ use forebay_core::units::format_bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::task::TaskGroup;
 use forebay_metadata::follow::Lag;
+use forebay_metadata::remote::{RemoteTree, Server};
 use forebay_metadata::tree::{Cloned, LocalTree, resolve};
+use futures::future::FutureExt;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{UnixListener, UnixStream};
@@ -234,37 +236,99 @@ async fn answer(stream: UnixStream, volume: Arc<Volume>, identity: Identity) -> 
     let last = match serde_json::from_str(&line) {
         Err(error) => failed(&Error::invalid(format!("request does not parse: {error}"))),
         Ok(Request::Status) => Reply::Status(Box::new(volume.status(&identity))),
-        Ok(Request::Refresh { path }) => done(refresh(&volume, &path).await),
-        Ok(Request::Sync) => done(sync(&volume).await),
-        Ok(Request::Upkeep(upkeep::Request::Fsck { repair: true, .. })) => failed(
+        Ok(request) => match volume.tree().remote().filter(|_| is_of_the_tree(&request)) {
+            Some(tree) => reply_from_elsewhere(&volume, tree, line).await,
+            None => reply(&volume, request, read, &mut write).await,
+        },
+    };
+    send(&mut write, &last).await
+}
+
+/// Whether a request is about the tree, and means the same wherever that is.
+fn is_of_the_tree(request: &Request) -> bool {
+    match request {
+        // A dump is a file on the host of who asks.
+        Request::Upkeep(request) => !matches!(request, upkeep::Request::Dump { .. }),
+        Request::Trash(_) | Request::Quota(_) | Request::Packed(_) | Request::Clone { .. } => true,
+        Request::Status
+        | Request::Warmup(_)
+        | Request::Unpin { .. }
+        | Request::Refresh { .. }
+        | Request::Sync => false,
+    }
+}
+
+/// Has the process that serves the tree do it. What was written through this mount so far is among what it is done to.
+async fn reply_from_elsewhere(volume: &Volume, tree: &RemoteTree, line: String) -> Reply {
+    let asked = async {
+        volume.commit_open().await?;
+        let reply = tree.command(line.into()).await?;
+        serde_json::from_slice(&reply)
+            .map_err(|error| Error::corrupt(format!("a reply does not parse: {error}")))
+    };
+    asked.await.unwrap_or_else(|error| failed(&error))
+}
+
+/// Has commands on hosts whose mounts joined carried out by this one, which serves the tree. How far they are is not told.
+pub(crate) fn serve_elsewhere(volume: &Arc<Volume>, server: &Server) {
+    let volume = Arc::downgrade(volume);
+    server.on_command(Box::new(move |line| {
+        let volume = volume.upgrade();
+        async move {
+            let reply = match (volume, serde_json::from_slice(&line)) {
+                (Some(volume), Ok(request)) if is_of_the_tree(&request) => {
+                    // Nobody hangs up, and nobody reads what is told on the way.
+                    let (_open, read) = tokio::io::duplex(1);
+                    reply(&volume, request, read, &mut tokio::io::sink()).await
+                }
+                _ => {
+                    failed(&Error::new(ErrorKind::Unsupported, "this is not done for mounts of other hosts"))
+                }
+            };
+            serde_json::to_vec(&reply).unwrap_or_default().into()
+        }
+        .boxed()
+    }));
+}
+
+async fn reply(
+    volume: &Arc<Volume>,
+    request: Request,
+    read: impl AsyncReadExt + Unpin,
+    write: &mut (impl AsyncWriteExt + Unpin),
+) -> Reply {
+    match request {
+        Request::Status => failed(&Error::bug("how it is doing is told by itself")),
+        Request::Refresh { path } => done(refresh(volume, &path).await),
+        Request::Sync => done(sync(volume).await),
+        Request::Upkeep(upkeep::Request::Fsck { repair: true, .. }) => failed(
             &Error::invalid("a volume cannot be repaired while it is mounted")
                 .with_hint("unmount it, then run `forebay fsck --repair` again"),
         ),
-        Ok(Request::Upkeep(request)) => match upkeep::upkeep(&volume, &request).await {
+        Request::Upkeep(request) => match upkeep::upkeep(volume, &request).await {
             Ok(report) => Reply::Upkept(Box::new(report)),
             Err(error) => failed(&error),
         },
-        Ok(Request::Trash(request)) => {
-            trash::trash(&volume, &request).await.map_or_else(|error| failed(&error), Reply::Trash)
+        Request::Trash(request) => {
+            trash::trash(volume, &request).await.map_or_else(|error| failed(&error), Reply::Trash)
         }
-        Ok(Request::Quota(request)) => match quota::quota(&volume, &request).await {
+        Request::Quota(request) => match quota::quota(volume, &request).await {
             Ok(quotas) => Reply::Quotas { quotas },
             Err(error) => failed(&error),
         },
-        Ok(Request::Clone { from, to }) => serve_clone(&volume, (&from, &to), read, &mut write).await,
-        Ok(Request::Packed(packed::Request::Policy { path, set })) => {
-            let policy = packed::policy(&volume, &path, set).await;
+        Request::Clone { from, to } => serve_clone(volume, (&from, &to), read, write).await,
+        Request::Packed(packed::Request::Policy { path, set }) => {
+            let policy = packed::policy(volume, &path, set).await;
             policy.map_or_else(|error| failed(&error), |policy| Reply::Policy { policy })
         }
-        Ok(Request::Packed(packed::Request::Export { path, plain })) => {
-            serve_export(&volume, (&path, plain), read, &mut write).await
+        Request::Packed(packed::Request::Export { path, plain }) => {
+            serve_export(volume, (&path, plain), read, write).await
         }
-        Ok(Request::Unpin { paths }) => {
-            unpin(&volume, &paths).await.map_or_else(|error| failed(&error), Reply::Unpinned)
+        Request::Unpin { paths } => {
+            unpin(volume, &paths).await.map_or_else(|error| failed(&error), Reply::Unpinned)
         }
-        Ok(Request::Warmup(request)) => serve_warmup(&volume, &request, read, &mut write).await,
-    };
-    send(&mut write, &last).await
+        Request::Warmup(request) => serve_warmup(volume, &request, read, write).await,
+    }
 }
 
 async fn refresh(volume: &Volume, path: &str) -> Result<()> {

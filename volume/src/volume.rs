@@ -94,7 +94,7 @@ pub struct Volume {
     claim: Mutex<Option<Arc<Claim>>>,
     pub(crate) budget: Budget,
     tasks: TaskGroup,
-    server: Option<Server>,
+    pub(crate) server: Option<Server>,
     /// Nobody uses it any more; what is staged is being uploaded.
     pub(crate) ending: AtomicBool,
 }

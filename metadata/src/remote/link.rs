@@ -138,6 +138,11 @@ impl Link {
         self.has_quotas.load(Ordering::Relaxed)
     }
 
+    /// There may be quotas now: who serves the tree tells where there are none.
+    pub(super) fn expect_quotas(&self) {
+        self.has_quotas.store(true, Ordering::Relaxed);
+    }
+
     /// Where the tree is served; none while that is not known.
     pub(super) fn reached(&self) -> Option<Reached> {
         let is_here = self.line.lock().say.is_some();
@@ -150,6 +155,11 @@ impl Link {
     /// What the tree says; `Unavailable` where it cannot be had, or was lost with the process that was asked for a change of
     /// names, of which it is not known whether it was made.
     pub(super) async fn call(&self, request: Request) -> Result<Answer> {
+        self.call_for(self.deadline, request).await
+    }
+
+    /// The same for as long as the answer may take.
+    pub(super) async fn call_for(&self, patience: Duration, request: Request) -> Result<Answer> {
         let (reply, answered) = oneshot::channel();
         let id = {
             let mut line = self.line.lock();
@@ -164,7 +174,7 @@ impl Link {
             id
         };
         let mut leaving = Leaving { link: self, id };
-        let answer = timeout(self.deadline, answered).await;
+        let answer = timeout(patience, answered).await;
         leaving.link.line.lock().waiting.remove(&id);
         leaving.id = u64::MAX;
         match answer {

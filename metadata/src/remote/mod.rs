@@ -12,5 +12,6 @@ mod tree;
 
 pub use link::{Finder, Reached};
 pub use serve::{Guest, Server};
+pub use session::Command;
 pub use tree::{RemoteParts, RemoteTree};
 pub use wire::PROTOCOL;

@@ -16,7 +16,7 @@ use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::{Notify, Semaphore, mpsc};
 use tokio::time::{sleep, timeout};
 
-use super::session::Session;
+use super::session::{Command, Commands, Session};
 use super::wire::{Hello, Standing, ToClient, ToServer, Welcome, encode, hear};
 use crate::tree::{LocalTree, OutsideChange, Tree};
 
@@ -32,6 +32,9 @@ const QUEUE: usize = 1024;
 const MOST_TOLD: usize = 512;
 /// How often quotas are looked for.
 const QUOTA_LOOK: Duration = Duration::from_secs(1);
+
+/// How long a mount that ended its stream, as the kernel does for a process that dies, has to come back.
+const SHORT_PATIENCE: Duration = Duration::from_secs(10);
 
 /// A mount that is served.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,8 +60,20 @@ struct Shared {
     patience: Duration,
     /// Nothing is answered any more.
     ending: Stop,
+    commands: Arc<Commands>,
     /// Raised as connections end.
     ended: Notify,
+}
+
+/// How a mount's stream ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Heard {
+    /// It said that it ends.
+    Bye,
+    /// It went away.
+    End,
+    /// This side ended it.
+    Cut,
 }
 
 /// A session and how it stands.
@@ -98,6 +113,7 @@ impl Server {
             tasks: tasks.clone(),
             patience,
             ending: Stop::new(),
+            commands: Arc::default(),
             ended: Notify::new(),
         });
         let (serving, of_missing) = (shared.clone(), shared.clone());
@@ -144,6 +160,11 @@ impl Server {
             .collect();
         guests.sort_by(|a, b| a.name.cmp(&b.name));
         guests
+    }
+
+    /// Has commands of people on other hosts carried out by `command`, from the first call on.
+    pub fn on_command(&self, command: Command) {
+        let _ = self.shared.commands.0.set(command);
     }
 
     /// Makes durable what was answered, tells mounts that this process ends, and answers none any more. Their sessions stay for who
@@ -212,7 +233,12 @@ impl Shared {
         drop(say);
         stop.cancel();
         let _ = timeout(BEAT, spoken).await;
-        self.disconnect(session.number(), connection, matches!(ended, Ok(true)));
+        let patience = match &ended {
+            Ok(Heard::Bye) => Duration::ZERO,
+            Ok(Heard::End) => self.patience.min(SHORT_PATIENCE),
+            Ok(Heard::Cut) | Err(_) => self.patience,
+        };
+        self.disconnect(session.number(), connection, patience);
         ended.map(drop)
     }
 
@@ -232,7 +258,7 @@ impl Shared {
             return Ok((None, welcome(Standing::Ended)));
         }
         let was_expected = self.tree.welcome(hello.session).await?;
-        let session = Arc::new(Session::new(self.tree.clone(), hello.session));
+        let session = Arc::new(Session::new(self.tree.clone(), hello.session, self.commands.clone()));
         let known =
             Known { session: session.clone(), name: hello.name.clone(), connection: 0, current: None };
         self.sessions.lock().insert(hello.session, known);
@@ -250,8 +276,8 @@ impl Shared {
         known.connection
     }
 
-    /// Notes that a connection is over: of a mount that said so, for good, of another one unless it comes back.
-    fn disconnect(self: &Arc<Self>, session: u64, connection: u64, is_over: bool) {
+    /// Notes that a connection is over; its session ends unless it comes back in time.
+    fn disconnect(self: &Arc<Self>, session: u64, connection: u64, patience: Duration) {
         {
             let mut sessions = self.sessions.lock();
             match sessions.get_mut(&session) {
@@ -259,13 +285,10 @@ impl Shared {
                 _ => return self.ended.notify_waiters(),
             }
             self.ended.notify_waiters();
-            if is_over {
-                return;
-            }
         }
         let (shared, stop) = (self.clone(), self.tasks.stop());
         self.tasks.spawn("lost mount", async move {
-            if stop.run_until_cancelled(sleep(shared.patience)).await.is_some() {
+            if stop.run_until_cancelled(sleep(patience)).await.is_some() {
                 shared.end(session, connection).await;
             }
         });
@@ -295,23 +318,26 @@ impl Shared {
         }
     }
 
-    /// Answers a mount's requests until it says that it ends (true), goes away (false), or says nothing.
+    /// Answers a mount's requests until its stream ends.
+    ///
+    /// # Errors
+    /// That it says nothing, or nonsense.
     async fn answer_all(
         self: &Arc<Self>,
         session: &Arc<Session>,
         stream: &mut (impl AsyncRead + Unpin),
         say: &mpsc::Sender<Bytes>,
         tasks: &TaskGroup,
-    ) -> Result<bool> {
+    ) -> Result<Heard> {
         let (places, stop) = (Arc::new(Semaphore::new(AT_ONCE)), tasks.stop());
         loop {
             let place = places.clone().acquire_owned();
-            let Some(place) = self.until_the_end(&stop, place).await else { return Ok(false) };
+            let Some(place) = self.until_the_end(&stop, place).await else { return Ok(Heard::Cut) };
             let place = place.map_err(|_| Error::bug("a semaphore was closed"))?;
             let hearing = timeout(SILENCE, hear(stream));
-            let Some(heard) = self.until_the_end(&stop, hearing).await else { return Ok(false) };
+            let Some(heard) = self.until_the_end(&stop, hearing).await else { return Ok(Heard::Cut) };
             let (id, oldest, request) = match heard.map_err(|_| silent())?? {
-                None => return Ok(false),
+                None => return Ok(Heard::End),
                 Some(ToServer::Alive) => continue,
                 Some(ToServer::Hello(_)) => return Err(Error::corrupt("a mount says twice who it is")),
                 Some(ToServer::Ask { id, oldest, request }) => (id, oldest, request),
@@ -340,7 +366,7 @@ impl Shared {
             });
             if is_last {
                 answered.await?;
-                return Ok(true);
+                return Ok(Heard::Bye);
             }
         }
     }

@@ -1,9 +1,12 @@
 //! One mount that is served here: what it asks for, done in its name.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
 
+use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, InodeId, Result};
+use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
@@ -13,6 +16,19 @@ use crate::tree::{LocalTree, Tree};
 
 /// Requests of one session whose answers are kept in case that they are asked for again.
 const MOST_KEPT: usize = 1 << 16;
+
+/// Carries commands of people out.
+pub type Command = Box<dyn Fn(Bytes) -> BoxFuture<'static, Bytes> + Send + Sync>;
+
+/// Who carries commands out, once there is somebody.
+#[derive(Default)]
+pub(super) struct Commands(pub(super) OnceLock<Command>);
+
+impl fmt::Debug for Commands {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Commands").field(&self.0.get().is_some()).finish()
+    }
+}
 
 /// What came of a request.
 pub(super) type Outcome = Result<Answer, Failure>;
@@ -31,13 +47,14 @@ enum Begun {
 pub(super) struct Session {
     tree: Arc<LocalTree>,
     number: u64,
+    commands: Arc<Commands>,
     /// Of requests that do something, what came of them, until the mount says that it knows.
     answers: Mutex<BTreeMap<u64, Kept>>,
 }
 
 impl Session {
-    pub(super) fn new(tree: Arc<LocalTree>, number: u64) -> Self {
-        Self { tree, number, answers: Mutex::default() }
+    pub(super) fn new(tree: Arc<LocalTree>, number: u64, commands: Arc<Commands>) -> Self {
+        Self { tree, number, commands, answers: Mutex::default() }
     }
 
     pub(super) fn number(&self) -> u64 {
@@ -147,6 +164,10 @@ impl Session {
             Request::Statistics => tree.statistics().await.map(Answer::Statistics),
             Request::Refresh(ino) => tree.refresh(ino).await.map(done),
             Request::Reopen(open, held) => self.reopen(open, held).await.map(Answer::Inodes),
+            Request::Command(command) => match self.commands.0.get() {
+                Some(commands) => Ok(Answer::Bytes(commands(command).await)),
+                None => Err(Error::new(ErrorKind::Unavailable, "it takes no commands yet")),
+            },
             Request::Bye => self.tree.end_guest(self.number).await.map(done),
         }
     }

@@ -26,6 +26,8 @@ use crate::tree::{
 
 /// How often what was changed is made durable; who serves the tree does so every second as well.
 const SYNC_EVERY: Duration = Duration::from_secs(2);
+/// How long a command may take: to check a large volume takes its time.
+const COMMAND: Duration = Duration::from_secs(24 * 3600);
 /// How long what is left is waited for at the end.
 const CLOSING: Duration = Duration::from_secs(5);
 
@@ -551,6 +553,17 @@ impl Tree for RemoteTree {
 }
 
 impl RemoteTree {
+    /// Has a command of people carried out where the tree is.
+    ///
+    /// # Errors
+    /// `Unavailable` where it is not known whether it was.
+    pub async fn command(&self, command: Bytes) -> Result<Bytes> {
+        self.shared.link.expect_quotas();
+        // It may be after that, too, that something is to be synced.
+        self.shared.is_unsynced.store(true, Ordering::SeqCst);
+        expect!(self.shared.link.call_for(COMMAND, Request::Command(command)).await?, Bytes(reply) => reply)
+    }
+
     /// The error of what is done only where the tree is.
     pub fn elsewhere(&self, what: &str) -> Error {
         let at = match self.reached() {

@@ -198,6 +198,8 @@ pub(super) enum Request {
     /// What the session has open, as often as it has, and at whose own paths it is, after another process took the tree over.
     /// Answered with what is open no more.
     Reopen(Vec<InodeId>, Vec<InodeId>),
+    /// A command of people, as whoever serves the tree understands it; answered in kind.
+    Command(Bytes),
     /// It ends.
     Bye,
 }
@@ -256,6 +258,7 @@ impl Request {
             | Self::Rename(..)
             | Self::SetXattr(..)
             | Self::RemoveXattr(..)
+            | Self::Command(_)
             | Self::Reopen(..) => Twice::Differs,
         }
     }
