@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use forebay_io::object::Bucket;
+use forebay_tests::meta::{Meta, join_secret};
 use forebay_tests::s3::Server;
 use forebay_tests::settings::skip;
 use forebay_tests::{
@@ -69,6 +70,21 @@ async fn a_load_that_leaves_early_and_is_killed_keeps_what_was_synced() {
         let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
         let load = Load { options: &["--config", EARLY], ..Load::of(&home, variant_rounds()) };
         load_and_kill(&bucket, || {}, load).await;
+    }
+}
+
+/// So they are on a mount that joined, which is killed with the process that serves its tree, or some moments after that.
+///
+/// Promise W6: What was synced through a mount that joined survives the death of that and of the process that serves the tree
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_on_a_mount_that_joined_keeps_what_was_synced_when_both_are_killed() {
+    if require_fuse("a_load_on_a_mount_that_joined_keeps_what_was_synced_when_both_are_killed") {
+        for options in [&[][..], &["--config", EARLY]] {
+            let (scratch, home) = (Scratch::new(), Scratch::new());
+            let bucket = TestBucket::folder(&scratch.folder("bucket")).await;
+            let load = Load { joins: true, options, ..Load::of(&home, variant_rounds()) };
+            load_and_kill(&bucket, || {}, load).await;
+        }
     }
 }
 
@@ -214,6 +230,8 @@ struct Load<'a> {
     scratch: &'a Scratch,
     /// Small files share segments, and are compacted while they are written.
     is_packed: bool,
+    /// Another process holds the volume and dies as well, before the mount or with it.
+    joins: bool,
     options: &'a [&'a str],
     variables: &'a [(String, String)],
     /// What all requests go through; in every third round, from its load to the next one's, they are in trouble.
@@ -223,7 +241,7 @@ struct Load<'a> {
 
 impl<'a> Load<'a> {
     fn of(scratch: &'a Scratch, rounds: usize) -> Self {
-        Self { scratch, is_packed: false, options: &[], variables: &[], door: None, rounds }
+        Self { scratch, is_packed: false, joins: false, options: &[], variables: &[], door: None, rounds }
     }
 }
 
@@ -242,11 +260,19 @@ async fn load_and_kill_over_s3(server: &Server, bucket: &Bucket, load: Load<'_>)
 
 /// Kills the mount under a load, so many rounds; `after` is what happens to its store then.
 async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>) {
-    let Load { scratch, is_packed, options, variables, door, rounds } = load;
+    let Load { scratch, is_packed, joins, options, variables, door, rounds } = load;
     let (mut rng, keeps_state) = (Seeded::new(), options.contains(&"--writeback"));
     let (url, folder) = (bucket.url().to_string(), scratch.join("mnt"));
     let mut home = scratch.join("home");
-    let mut mount = Mount::new(&home, &url, &folder, options, variables);
+    let secret = join_secret(scratch.path());
+    let serve = |round: usize| {
+        let home = scratch.join(&format!("home-meta-{}", round / 2));
+        joins.then(|| Meta::start(&home, &url, &secret, &[], variables))
+    };
+    let joining = ["--join-only", "--join-secret", &secret];
+    let options = [options, if joins { &joining } else { &[] }].concat();
+    let mut meta = serve(0);
+    let mut mount = Mount::new(&home, &url, &folder, &options, variables);
     if is_packed {
         let words = ["volume", "policy", &folder.display().to_string(), "packed"];
         Forebay::new(&home, words).run().succeeded();
@@ -260,6 +286,7 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
     }
     for round in 0..rounds {
         let more = Duration::from_millis(rng.random_range(0..200));
+        let lonely = Duration::from_millis(rng.random_range(0..20) * rng.random_range(0..5));
         if let Some(door) = door {
             match round % 3 {
                 2 => door.trouble(rng.random(), TROUBLED_PERCENT),
@@ -284,6 +311,10 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
             }
             std::thread::sleep(more);
             killed.store(true, Ordering::SeqCst);
+            if let Some(meta) = &mut meta {
+                meta.kill();
+                std::thread::sleep(lonely);
+            }
             mount.kill();
         });
         assert!(!idle(), "a writer had no fsync returned in round {round}: {synced:?}\n{}", mount.log());
@@ -293,6 +324,7 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
             fs::remove_dir_all(&home).expect("the state and the cache go");
             home = scratch.join(&format!("home-{round}"));
         }
+        meta = serve(round + 1);
         mount.remount(&home);
         check_volume(&home, &url, variables, LEFT_BY_THE_DEAD);
         writers.iter_mut().for_each(|writer| writer.check(round));
@@ -307,6 +339,9 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
     Forebay::new(&home, ["gc", &url]).envs(variables).run().succeeded();
     check_volume(&home, &url, variables, &[]);
     mount.unmount();
+    if let Some(meta) = &mut meta {
+        meta.end();
+    }
     check_objects(bucket, &writers, || mount.log()).await;
 }
 

@@ -45,6 +45,8 @@ struct Case<'a> {
     variables: &'a [(String, String)],
     /// All directories are packed; segments are compacted whenever the machine changes.
     packed: bool,
+    /// Another process serves the tree.
+    joined: bool,
     /// The layer without a kernel is compared, too.
     layer: bool,
 }
@@ -56,7 +58,11 @@ impl Case<'_> {
         let operations = sequence(&mut *rng, rounds);
         let checked = check(&operations, || {
             plays += 1;
-            let make = if self.packed { Mounted::packed } else { Mounted::new };
+            let make = match self {
+                Self { packed: true, .. } => Mounted::packed,
+                Self { joined: true, .. } => Mounted::joined,
+                _ => Mounted::new,
+            };
             let mount = make(&format!("{url}/{plays}"), self.options, self.variables);
             let mut subjects: Vec<Box<dyn Subject>> = vec![Box::new(mount)];
             if self.layer {
@@ -100,6 +106,15 @@ fn random_operations_on_what_leaves_early_do_what_a_plain_folder_does() {
     Case { options: &["--config", EARLY], ..Case::default() }.compare_on_folder(test, 2 * scale());
     let options = &["--writeback", "--writeback-size", "1MiB", "--config", EARLY_AND_SOON];
     Case { options, ..Case::default() }.compare_on_folder(test, 2 * scale());
+}
+
+/// The same where another process has the tree.
+#[test]
+fn random_operations_on_a_mount_that_joined_do_what_a_plain_folder_does() {
+    let test = "random_operations_on_a_mount_that_joined_do_what_a_plain_folder_does";
+    for options in [DISK_CACHE, &["--config", EARLY]] {
+        Case { options, joined: true, ..Case::default() }.compare_on_folder(test, 2 * scale());
+    }
 }
 
 /// The same without a mount, which is fast.

@@ -4,6 +4,7 @@ use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
+use forebay_tests::meta::{Meta, join_secret};
 use forebay_tests::{Forebay, Mount, Scratch, shrink};
 
 use super::calls::{Answer, Program, Tree, differences};
@@ -38,6 +39,10 @@ pub(crate) struct Mounted {
     moves: usize,
     /// Of one whose directories are packed: its URL, and the environment that reaches it.
     packed: Option<(String, Vec<(String, String)>)>,
+    /// What serves the tree, where another process does.
+    _meta: Option<Meta>,
+    /// Its home.
+    _beside: Option<Scratch>,
 }
 
 impl Mounted {
@@ -49,7 +54,20 @@ impl Mounted {
         // Neighbours ask what others may do.
         let options = [&["--allow-other"], options].concat();
         let mount = Mount::new(&scratch.join("home"), url, &scratch.join("mnt"), &options, variables);
-        Self { program: Program::new(Folder::new(mount.path())), mount, scratch, moves: 0, packed: None }
+        let program = Program::new(Folder::new(mount.path()));
+        Self { program, mount, scratch, moves: 0, packed: None, _meta: None, _beside: None }
+    }
+
+    /// One that joins the process that holds the volume, from whatever machine.
+    pub(crate) fn joined(url: &str, options: &[&str], variables: &[(String, String)]) -> Self {
+        if let Some(folder) = url.strip_prefix("file://") {
+            fs::create_dir_all(folder).expect("a folder can be made");
+        }
+        let beside = Scratch::new();
+        let secret = join_secret(beside.path());
+        let meta = Meta::start(&beside.join("home"), url, &secret, &[], variables);
+        let options = [options, &["--join-only", "--join-secret", &secret]].concat();
+        Self { _meta: Some(meta), _beside: Some(beside), ..Self::new(url, &options, variables) }
     }
 
     /// One whose directories are packed.
