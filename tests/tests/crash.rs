@@ -75,7 +75,7 @@ async fn a_load_that_leaves_early_and_is_killed_keeps_what_was_synced() {
 
 /// So they are on a mount that joined, which is killed with the process that serves its tree, or some moments after that.
 ///
-/// Promise W6: What was synced through a mount that joined survives the death of that and of the process that serves the tree
+/// Promise S77: When fsync returns on a mount that joined, the file's bytes and its name are in the bucket
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_load_on_a_mount_that_joined_keeps_what_was_synced_when_both_are_killed() {
     if require_fuse("a_load_on_a_mount_that_joined_keeps_what_was_synced_when_both_are_killed") {
@@ -277,13 +277,7 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
         let words = ["volume", "policy", &folder.display().to_string(), "packed"];
         Forebay::new(&home, words).run().succeeded();
     }
-    let mut writers: Vec<Writer> =
-        (0..WRITERS).map(|index| Writer::new(folder.join(format!("w{index}")), rng.random())).collect();
-    for writer in &writers {
-        fs::create_dir(&writer.folder).expect("a directory");
-        writer.make_directories();
-        File::open(&writer.folder).and_then(|folder| folder.sync_all()).expect("it is synced");
-    }
+    let mut writers = writers_in(&folder, &mut rng);
     for round in 0..rounds {
         let more = Duration::from_millis(rng.random_range(0..200));
         let lonely = Duration::from_millis(rng.random_range(0..20) * rng.random_range(0..5));
@@ -293,31 +287,18 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
                 _ => door.set(Manner::Pass),
             }
         }
-        let killed = AtomicBool::new(false);
-        let synced: Vec<_> = writers.iter().map(|_| AtomicUsize::new(0)).collect();
         writers.iter_mut().for_each(|writer| writer.home.clone_from(&home));
-        let idle = || synced.iter().any(|synced| synced.load(Ordering::Relaxed) == 0);
-        std::thread::scope(|threads| {
-            for (writer, synced) in writers.iter_mut().zip(&synced) {
-                threads.spawn(|| writer.work(synced, &killed));
-            }
-            if is_packed {
-                // It ends with the mount, if not before.
-                threads.spawn(|| drop(Forebay::new(&home, ["gc", &url]).envs(variables).run()));
-            }
-            let started = Instant::now();
-            while idle() && started.elapsed() < DEADLINE {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            std::thread::sleep(more);
-            killed.store(true, Ordering::SeqCst);
+        // It ends with the mount, if not before.
+        let compact = || drop(is_packed.then(|| Forebay::new(&home, ["gc", &url]).envs(variables).run()));
+        let synced = kill_under_load(&mut writers, more, compact, || {
             if let Some(meta) = &mut meta {
                 meta.kill();
                 std::thread::sleep(lonely);
             }
             mount.kill();
         });
-        assert!(!idle(), "a writer had no fsync returned in round {round}: {synced:?}\n{}", mount.log());
+        let is_idle = synced.contains(&0);
+        assert!(!is_idle, "a writer had no fsync returned in round {round}: {synced:?}\n{}", mount.log());
         after();
         check_objects(bucket, &writers, || mount.log()).await;
         if !keeps_state && round % 2 == 1 {
@@ -343,6 +324,45 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
         meta.end();
     }
     check_objects(bucket, &writers, || mount.log()).await;
+}
+
+/// Writers, each in a directory of its own, which is synced.
+fn writers_in(folder: &Path, rng: &mut Seeded) -> Vec<Writer> {
+    let writers: Vec<Writer> =
+        (0..WRITERS).map(|index| Writer::new(folder.join(format!("w{index}")), rng.random())).collect();
+    for writer in &writers {
+        fs::create_dir(&writer.folder).expect("a directory");
+        writer.make_directories();
+        File::open(&writer.folder).and_then(|folder| folder.sync_all()).expect("it is synced");
+    }
+    writers
+}
+
+/// Has the writers work until each had an fsync returned, and a while `more`, and what they work on be killed. Returns how many
+/// each had; `beside` runs beside them.
+fn kill_under_load(
+    writers: &mut [Writer],
+    more: Duration,
+    beside: impl Fn() + Send,
+    kill: impl FnOnce(),
+) -> Vec<usize> {
+    let killed = AtomicBool::new(false);
+    let synced: Vec<_> = writers.iter().map(|_| AtomicUsize::new(0)).collect();
+    let idle = || synced.iter().any(|synced| synced.load(Ordering::Relaxed) == 0);
+    std::thread::scope(|threads| {
+        for (writer, synced) in writers.iter_mut().zip(&synced) {
+            threads.spawn(|| writer.work(synced, &killed));
+        }
+        threads.spawn(beside);
+        let started = Instant::now();
+        while idle() && started.elapsed() < DEADLINE {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        std::thread::sleep(more);
+        killed.store(true, Ordering::SeqCst);
+        kill();
+    });
+    synced.into_iter().map(AtomicUsize::into_inner).collect()
 }
 
 /// Nothing is wrong with the volume but findings of the kinds in `left`.

@@ -118,7 +118,7 @@ fn write_and_compare(hosts: &Hosts) {
     one.unmount();
 }
 
-/// Promise W1: Several mounts write to one volume
+/// Promise S72: With `--join-secret` any number of mounts write to one volume
 #[test]
 fn two_hosts_write_to_one_folder() {
     if require_fuse("two_hosts_write_to_one_folder") {
@@ -126,7 +126,7 @@ fn two_hosts_write_to_one_folder() {
     }
 }
 
-/// Promise W1: Several mounts write to one volume
+/// Promise S72: With `--join-secret` any number of mounts write to one volume
 #[test]
 fn two_hosts_write_to_one_bucket_of_s3() {
     if !require_fuse("two_hosts_write_to_one_bucket_of_s3") {
@@ -139,7 +139,7 @@ fn two_hosts_write_to_one_bucket_of_s3() {
 
 /// What is open on one host while another one writes, removes or replaces it.
 ///
-/// Promise W2: What one mount closed, others that open it then read
+/// Promise S73: A file that is opened has the content that was committed last
 #[test]
 fn open_files_show_what_other_hosts_wrote_and_outlive_their_names() {
     if !require_fuse("open_files_show_what_other_hosts_wrote_and_outlive_their_names") {
@@ -178,7 +178,7 @@ fn open_files_show_what_other_hosts_wrote_and_outlive_their_names() {
 
 /// Programs that know nothing of it, each on its own host, in one directory.
 ///
-/// Promise W1: Several mounts write to one volume
+/// Promise S72: With `--join-secret` any number of mounts write to one volume
 #[test]
 fn programs_on_two_hosts_share_a_directory() {
     if !require_fuse("programs_on_two_hosts_share_a_directory") {
@@ -225,7 +225,7 @@ fn programs_on_two_hosts_share_a_directory() {
     check_same(&mounts[0], &mounts[1]);
 }
 
-/// Promise W3: When the process that serves the tree is lost, mounts go on with the next one
+/// Promise S74: When the process that serves the tree is lost, what is asked of the tree waits up to `deadline_ms` of `[volume.join]` for the next one
 #[test]
 fn mounts_go_on_when_the_one_that_serves_is_killed() {
     if !require_fuse("mounts_go_on_when_the_one_that_serves_is_killed") {
@@ -259,7 +259,7 @@ fn mounts_go_on_when_the_one_that_serves_is_killed() {
 
 /// A process without a mount, another one that stands by, and mounts that never hold the volume.
 ///
-/// Promise W3: When the process that serves the tree is lost, mounts go on with the next one
+/// Promise S74: When the process that serves the tree is lost, what is asked of the tree waits up to `deadline_ms` of `[volume.join]` for the next one
 #[test]
 fn a_process_without_a_mount_serves_the_tree_and_another_takes_over() {
     if !require_fuse("a_process_without_a_mount_serves_the_tree_and_another_takes_over") {
@@ -289,7 +289,7 @@ fn a_process_without_a_mount_serves_the_tree_and_another_takes_over() {
     next.end();
 }
 
-/// Promise W4: Only who knows the secret joins
+/// Promise S75: Only who knows the secret joins a volume
 #[test]
 fn who_may_not_join_is_told_why() {
     if !require_fuse("who_may_not_join_is_told_why") {
@@ -316,7 +316,7 @@ fn who_may_not_join_is_told_why() {
 
 /// What people ask of a volume through a mount is done where the tree is.
 ///
-/// Promise W5: Commands work on any of the mounts
+/// Promise S76: Commands about the tree
 #[test]
 fn commands_on_a_mount_that_joined_are_done_where_the_tree_is() {
     if !require_fuse("commands_on_a_mount_that_joined_are_done_where_the_tree_is") {

@@ -12,7 +12,7 @@ use forebay_io::object::Bucket;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::remote::Server;
 use forebay_metadata::tree::{DirectoryPage, Existing, LocalTree, Lookup, NewInode, SetAttributes, Tree};
-use forebay_metadata::volume_file::{Claim, LeaseState};
+use forebay_metadata::volume_file::Claim;
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
@@ -20,7 +20,6 @@ use crate::content::Content;
 use crate::fetch::Fetch;
 use crate::file::{Access, File};
 use crate::inode::OpenInode;
-use crate::joining::Sharing;
 use crate::prefetch::directory::Walks;
 use crate::prefetch::{PrefetchSettings, Readers};
 use crate::segments::Segments;
@@ -32,6 +31,7 @@ use table::OpenTable;
 
 mod ahead;
 mod names;
+mod sharing;
 mod table;
 
 /// Files that are sealed at once: each holds one upload's buffers.
@@ -176,26 +176,6 @@ impl Volume {
     /// Whether changes are refused.
     pub fn read_only(&self) -> bool {
         self.read_only
-    }
-
-    /// Whether other mounts may write to it as well.
-    pub fn is_shared(&self) -> bool {
-        self.server.is_some() || self.tree().remote().is_some()
-    }
-
-    /// Returns when another process took the volume over; never where it is not this one's to lose.
-    pub async fn lost(&self) {
-        let claim = self.claim.lock().clone();
-        let Some(mut state) = claim.map(|claim| claim.watch()) else { return std::future::pending().await };
-        if state.wait_for(|state| *state == LeaseState::Lost).await.is_err() {
-            std::future::pending().await
-        }
-    }
-
-    /// How it is shared with other mounts that write, if it is.
-    pub fn sharing(&self) -> Option<Sharing> {
-        let served = self.server.as_ref().map(Sharing::of_server);
-        served.or_else(|| self.tree().remote().map(Sharing::of_guest))
     }
 
     /// The tree, for everything about names that open files have no part in.
@@ -520,22 +500,6 @@ impl Volume {
                 }
                 return Ok(inode);
             }
-        }
-    }
-
-    /// Has an open file show what the tree has by now, where another mount may have changed that.
-    pub async fn renew(&self, ino: InodeId) {
-        let Some(inode) = self.find_open(ino) else { return };
-        if !self.read_only {
-            if self.is_shared() {
-                inode.catch_up_with_others().await;
-            }
-            return;
-        }
-        match self.store.tree.layout(ino).await {
-            Ok((layout, generation)) => inode.renew(layout, generation),
-            // Removed, most likely: who has it open goes on with what it was.
-            Err(error) => tracing::debug!(%ino, %error, "an open file is shown as it was"),
         }
     }
 

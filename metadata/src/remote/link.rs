@@ -21,7 +21,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::serve::{SILENCE, speak_with};
 use super::wire::{
-    Answer, Failure, Hello, Request, Standing, ToClient, ToServer, Twice, Welcome, encode, hear,
+    Answer, Failure, Hello, Request, Standing, ToGuest, ToServer, Twice, Welcome, encode, hear,
 };
 use crate::tree::OutsideChange;
 
@@ -280,8 +280,8 @@ impl Link {
             Hello { volume: self.volume, session: self.session(), is_new: *is_new, name: self.name.clone() };
         say(&mut stream, &ToServer::Hello(hello)).await?;
         let welcome = match hear(&mut stream).await? {
-            Some(ToClient::Welcome(welcome)) => welcome,
-            Some(ToClient::Refused(failure)) => return Err(failure.into()),
+            Some(ToGuest::Welcome(welcome)) => welcome,
+            Some(ToGuest::Refused(failure)) => return Err(failure.into()),
             _ => {
                 return Err(Error::new(
                     ErrorKind::Unavailable,
@@ -312,7 +312,7 @@ impl Link {
         say(&mut stream, &ToServer::Ask { id, oldest: 0, request: listener.standing() }).await?;
         loop {
             match hear(&mut stream).await? {
-                Some(ToClient::Answer { id: answered, outcome }) if answered == id => {
+                Some(ToGuest::Answer { id: answered, outcome }) if answered == id => {
                     listener.reopened(outcome.map_err(Error::from)?);
                     return Ok((stream, welcome));
                 }
@@ -381,18 +381,18 @@ impl Link {
             let heard = timeout(SILENCE, hear(stream)).await;
             match heard.map_err(|_| Error::new(ErrorKind::Unavailable, "it says nothing"))?? {
                 None => return Ok(()),
-                Some(ToClient::Ending(is_synced)) => {
+                Some(ToGuest::Ending(is_synced)) => {
                     listener.ending(is_synced);
                     return Ok(());
                 }
-                Some(ToClient::Alive) => {}
-                Some(ToClient::Answer { id, outcome }) => self.answered(id, outcome),
-                Some(ToClient::Changed(changes)) => {
+                Some(ToGuest::Alive) => {}
+                Some(ToGuest::Answer { id, outcome }) => self.answered(id, outcome),
+                Some(ToGuest::Changed(changes)) => {
                     changes.into_iter().for_each(|change| listener.changed(change))
                 }
-                Some(ToClient::Missed) => listener.missed(),
-                Some(ToClient::Quotas(has)) => self.has_quotas.store(has, Ordering::Relaxed),
-                Some(ToClient::Welcome(_) | ToClient::Refused(_)) => {
+                Some(ToGuest::Missed) => listener.missed(),
+                Some(ToGuest::Quotas(has)) => self.has_quotas.store(has, Ordering::Relaxed),
+                Some(ToGuest::Welcome(_) | ToGuest::Refused(_)) => {
                     return Err(Error::corrupt("it lets this mount in twice"));
                 }
             }

@@ -17,7 +17,7 @@ use tokio::sync::{Notify, Semaphore, mpsc};
 use tokio::time::{sleep, timeout};
 
 use super::session::{Command, Commands, Session};
-use super::wire::{Hello, Standing, ToClient, ToServer, Welcome, encode, hear};
+use super::wire::{Hello, Standing, ToGuest, ToServer, Welcome, encode, hear};
 use crate::tree::{LocalTree, OutsideChange, Tree};
 
 /// How often either side says that it lives.
@@ -199,14 +199,14 @@ impl Shared {
         let (session, welcome) = match self.welcome(&hello).await {
             Ok(welcome) => welcome,
             Err(error) => {
-                saying.write_all(&encode(&ToClient::Refused(error.duplicate().into()))?).await?;
+                saying.write_all(&encode(&ToGuest::Refused(error.duplicate().into()))?).await?;
                 saying.flush().await?;
                 return Err(error);
             }
         };
         let standing = welcome.standing;
         let Some(session) = session else {
-            saying.write_all(&encode(&ToClient::Welcome(welcome))?).await?;
+            saying.write_all(&encode(&ToGuest::Welcome(welcome))?).await?;
             return Ok(saying.flush().await?);
         };
         let changes = self.tree.listen_as(session.number());
@@ -221,14 +221,14 @@ impl Shared {
         );
         let (say, queue) = mpsc::channel(QUEUE);
         let spoken = tasks.spawn("say", speak(saying, queue, stop.clone()));
-        say.send(encode(&ToClient::Welcome(welcome))?).await.map_err(|_| silent())?;
+        say.send(encode(&ToGuest::Welcome(welcome))?).await.map_err(|_| silent())?;
         tasks.spawn("changes", tell_changes(changes, say.clone(), stop.clone()));
         tasks.spawn("quotas", tell_of_quotas(self.tree.clone(), say.clone(), stop.clone()));
         let ended = self.answer_all(&session, &mut hearing, &say, &tasks).await;
         if self.ending.is_cancelled() {
             // Nothing is answered any more, so that this is all of it.
             let is_synced = self.tree.sync().await.is_ok();
-            let _ = say.try_send(encode(&ToClient::Ending(is_synced))?);
+            let _ = say.try_send(encode(&ToGuest::Ending(is_synced))?);
         }
         drop(say);
         stop.cancel();
@@ -352,9 +352,9 @@ impl Shared {
                     // Before it hears of it.
                     shared.sessions.lock().remove(&session.number());
                 }
-                let frame = match encode(&ToClient::Answer { id, outcome }) {
+                let frame = match encode(&ToGuest::Answer { id, outcome }) {
                     Ok(frame) => Ok(frame),
-                    Err(error) => encode(&ToClient::Answer { id, outcome: Err(error.into()) }),
+                    Err(error) => encode(&ToGuest::Answer { id, outcome: Err(error.into()) }),
                 };
                 drop(place);
                 if let Ok(frame) = frame
@@ -423,7 +423,7 @@ pub(super) async fn speak_with(
 }
 
 async fn speak(stream: impl AsyncWriteExt + Unpin, queue: mpsc::Receiver<Bytes>, stop: Stop) {
-    match encode(&ToClient::Alive) {
+    match encode(&ToGuest::Alive) {
         Ok(beat) => speak_with(stream, queue, beat, stop).await,
         Err(error) => tracing::error!(%error, "a beat cannot be said"),
     }
@@ -448,7 +448,7 @@ async fn tell_changes(mut changes: crate::tree::OutsideListener, say: mpsc::Send
                     None => break,
                 }
             }
-            let message = if is_lost { ToClient::Missed } else { ToClient::Changed(told) };
+            let message = if is_lost { ToGuest::Missed } else { ToGuest::Changed(told) };
             let Ok(frame) = encode(&message) else { continue };
             if say.send(frame).await.is_err() {
                 return;
@@ -466,7 +466,7 @@ async fn tell_of_quotas(tree: Arc<LocalTree>, say: mpsc::Sender<Bytes>, stop: St
             sleep(QUOTA_LOOK).await;
             let now = tree.has_quotas();
             if now != told {
-                let Ok(frame) = encode(&ToClient::Quotas(now)) else { return };
+                let Ok(frame) = encode(&ToGuest::Quotas(now)) else { return };
                 if say.send(frame).await.is_err() {
                     return;
                 }

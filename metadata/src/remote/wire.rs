@@ -54,7 +54,7 @@ pub(super) struct Hello {
 
 /// What the process that serves the tree says.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum ToClient {
+pub(super) enum ToGuest {
     /// The mount is let in.
     Welcome(Welcome),
     /// It is not.
@@ -343,7 +343,7 @@ impl Message for ToServer {
     }
 }
 
-impl Message for ToClient {
+impl Message for ToGuest {
     fn check(self) -> Result<Self> {
         Ok(match self {
             Self::Answer { id, outcome: Ok(answer) } => Self::Answer { id, outcome: Ok(answer.check()?) },
@@ -416,14 +416,76 @@ mod tests {
         assert_eq!(format!("{said:?}"), format!("{heard:?}"));
         for kind in KINDS {
             let error = Error::new(kind, "so").with_hint("do").with_source(Error::invalid("below"));
-            let said = ToClient::Answer { id: 1, outcome: Err(error.into()) };
-            let Some(ToClient::Answer { outcome: Err(failure), .. }) = back(&said).await.expect("whole")
+            let said = ToGuest::Answer { id: 1, outcome: Err(error.into()) };
+            let Some(ToGuest::Answer { outcome: Err(failure), .. }) = back(&said).await.expect("whole")
             else {
                 panic!("a failure");
             };
             let error = Error::from(failure);
             assert_eq!((error.kind(), error.hint()), (kind, Some("do")));
             assert!(error.message().starts_with("so: ") && error.message().contains("below"), "{error}");
+        }
+    }
+
+    /// Those of other builds of this protocol say and hear the same.
+    #[test]
+    fn what_is_said_has_the_bytes_that_it_had() {
+        let hex = |message: &dyn Fn() -> Result<Bytes>| {
+            let bytes = message().expect("encodes");
+            bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>()
+        };
+        let ask =
+            |request: Request| move || encode(&ToServer::Ask { id: 9, oldest: 4, request: request.clone() });
+        let hello = Hello { volume: VolumeId(7), session: 300, is_new: true, name: "h-1".to_owned() };
+        let name = Bytes::from_static(b"n");
+        let time = Timestamp { seconds: -1, nanos: 9 };
+        let failure = Failure::from(Error::new(ErrorKind::Stale, "so").with_hint("do"));
+        let welcome = Welcome { server: 5, standing: Standing::TakenOver, has_quotas: true };
+        let changed = vec![
+            OutsideChange::Name { directory: InodeId(1), name: name.clone() },
+            OutsideChange::Inode { ino: InodeId(2), has_content: true },
+            OutsideChange::Anything,
+        ];
+        let said: [(&str, String); 12] = [
+            ("HELLO", hex(&|| encode(&ToServer::Hello(hello.clone())))),
+            ("LOOKUP", hex(&ask(Request::Lookup(InodeId(1), name.clone())))),
+            (
+                "RENAME",
+                hex(&ask(Request::Rename(
+                    (InodeId(1), name.clone()),
+                    (InodeId(2), name.clone()),
+                    RenameMode::Exchange,
+                ))),
+            ),
+            ("COMMIT", hex(&ask(Request::CommitLayout(InodeId(7), 3, layout(5), time)))),
+            ("BYE", hex(&ask(Request::Bye))),
+            ("ALIVE", hex(&|| encode(&ToServer::Alive))),
+            ("WELCOME", hex(&|| encode(&ToGuest::Welcome(welcome.clone())))),
+            ("FAILED", hex(&|| encode(&ToGuest::Answer { id: 9, outcome: Err(failure.clone()) }))),
+            ("DONE", hex(&|| encode(&ToGuest::Answer { id: 9, outcome: Ok(Answer::Done) }))),
+            (
+                "INODES",
+                hex(&|| encode(&ToGuest::Answer { id: 9, outcome: Ok(Answer::Inodes(vec![InodeId(7)])) })),
+            ),
+            ("CHANGED", hex(&|| encode(&ToGuest::Changed(changed.clone())))),
+            ("ENDING", hex(&|| encode(&ToGuest::Ending(true)))),
+        ];
+        let pinned: [(&str, &str); 12] = [
+            ("HELLO", "090000000007ac020103682d31"),
+            ("LOOKUP", "070000000109040001016e"),
+            ("RENAME", "0b0000000109040b01016e02016e02"),
+            ("COMMIT", "130000000109041d070305010005000161017605000109"),
+            ("BYE", "0400000001090425"),
+            ("ALIVE", "0100000002"),
+            ("WELCOME", "0400000000050101"),
+            ("FAILED", "0b0000000209010502736f0102646f"),
+            ("DONE", "0400000002090000"),
+            ("INODES", "060000000209000d0107"),
+            ("CHANGED", "0a00000003030001016e01020102"),
+            ("ENDING", "020000000701"),
+        ];
+        for ((name, said), (_, pinned)) in said.iter().zip(pinned) {
+            assert_eq!(said, pinned, "{name}");
         }
     }
 

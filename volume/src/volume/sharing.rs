@@ -1,0 +1,45 @@
+//! A volume that other mounts write to as well.
+
+use forebay_core::InodeId;
+use forebay_metadata::volume_file::LeaseState;
+
+use super::Volume;
+use crate::joining::Sharing;
+
+impl Volume {
+    /// Whether other mounts may write to it as well.
+    pub fn is_shared(&self) -> bool {
+        self.server.is_some() || self.tree().remote().is_some()
+    }
+
+    /// Returns when another process took the volume over; never where it is not this one's to lose.
+    pub async fn lost(&self) {
+        let claim = self.claim.lock().clone();
+        let Some(mut state) = claim.map(|claim| claim.watch()) else { return std::future::pending().await };
+        if state.wait_for(|state| *state == LeaseState::Lost).await.is_err() {
+            std::future::pending().await
+        }
+    }
+
+    /// How it is shared with other mounts that write, if it is.
+    pub fn sharing(&self) -> Option<Sharing> {
+        let served = self.server.as_ref().map(Sharing::of_server);
+        served.or_else(|| self.tree().remote().map(Sharing::of_guest))
+    }
+
+    /// Has an open file show what the tree has by now, where another mount may have changed that.
+    pub async fn renew(&self, ino: InodeId) {
+        let Some(inode) = self.find_open(ino) else { return };
+        if !self.read_only {
+            if self.is_shared() {
+                inode.catch_up_with_others().await;
+            }
+            return;
+        }
+        match self.store.tree.layout(ino).await {
+            Ok((layout, generation)) => inode.renew(layout, generation),
+            // Removed, most likely: who has it open goes on with what it was.
+            Err(error) => tracing::debug!(%ino, %error, "an open file is shown as it was"),
+        }
+    }
+}
