@@ -147,6 +147,9 @@ impl Mounted {
         self.mount.unmount();
         if let Some(meta) = &mut self.meta {
             meta.end();
+            // What left for the store early and was written over before anything was committed.
+            let home = self.scratch.join("home");
+            Forebay::new(&home, ["gc", &self.url]).envs(&self.variables).run().succeeded();
             self.check();
         }
         if let Some(door) = &self.door {

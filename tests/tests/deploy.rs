@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 use std::os::unix::net::UnixDatagram;
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use forebay_tests::meta::{free_address, join_secret};
 use forebay_tests::process::{output, unmount};
 use forebay_tests::{Forebay, Scratch, repository, require_fuse, shell};
 
@@ -60,17 +61,44 @@ fn systemd_finds_no_fault_in_the_unit() {
     assert!(outcome.code == Some(0) && told.is_empty(), "{outcome}");
 }
 
+/// What stands in a manifest behind `args:`.
+fn arguments(manifest: &str) -> Vec<String> {
+    let lines = manifest.lines().skip_while(|line| line.trim() != "args:").skip(1);
+    lines.map_while(|line| line.trim().strip_prefix("- ")).map(str::to_owned).collect()
+}
+
+/// They are run as they stand, over a folder.
+#[test]
+fn the_pods_that_serve_a_tree_run_a_command_line_that_is_understood() {
+    let scratch = Scratch::new();
+    let (bucket, secret) = (scratch.folder("bucket").display().to_string(), join_secret(scratch.path()));
+    let replaced = [
+        ("s3://bucket/shared", format!("file://{bucket}")),
+        ("/etc/forebay/join/secret", secret),
+        ("/var/lib/forebay", scratch.folder("state").display().to_string()),
+        ("$(POD_IP)", "127.0.0.1".to_owned()),
+    ];
+    let replace = |word: String| replaced.iter().fold(word, |word, (from, to)| word.replace(from, to));
+    let words: Vec<String> = arguments(&read("kubernetes/meta.yaml")).into_iter().map(replace).collect();
+    let listen = format!("--join-listen={}", free_address());
+    let words = words.into_iter().chain([listen]);
+    let log = scratch.join("log");
+    let mut process = Forebay::new(&scratch.folder("home"), words).spawn(&log);
+    let started = Instant::now();
+    let told = || std::fs::read_to_string(&log).unwrap_or_default();
+    while !told().contains("other mounts may join") {
+        assert!(process.try_wait().expect("a child").is_none() && started.elapsed() < DEADLINE, "{}", told());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    shell(scratch.path(), &format!("kill -TERM {}", process.id())).succeeded();
+    assert!(process.wait().expect("it ends").success(), "{}", told());
+}
+
 #[test]
 fn the_pods_run_command_lines_that_are_understood() {
     let scratch = Scratch::new();
     let manifest = read("kubernetes/mount.yaml");
-    let words: Vec<String> = manifest
-        .lines()
-        .skip_while(|line| line.trim() != "args:")
-        .skip(1)
-        .map_while(|line| line.trim().strip_prefix("- "))
-        .map(str::to_owned)
-        .collect();
+    let words = arguments(&manifest);
     assert!(manifest.contains(words.last().expect("a command line").as_str()));
     accepted(&scratch, &words);
     let probe =

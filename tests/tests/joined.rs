@@ -233,7 +233,7 @@ fn mounts_go_on_when_the_one_that_serves_is_killed() {
     }
     let hosts = Hosts::of_folder();
     let mut first = hosts.mount("first", &[]);
-    let second = hosts.mount("second", &[]);
+    let second = hosts.mount("second", &["--join-only"]);
     fs::write(second.path().join("before"), "before").expect("written");
     let mut open = fs::File::create(second.path().join("open")).expect("created");
     open.write_all(&vec![7; 20 << 20]).expect("written");
@@ -255,6 +255,46 @@ fn mounts_go_on_when_the_one_that_serves_is_killed() {
     fs::write(second.path().join("after"), "after").expect("written");
     check_same(&first, &second);
     assert_eq!(hosts.status("second")["sharing"]["reconnects"], 1);
+}
+
+/// Each of the others stands by.
+///
+/// Promise S78: A mount that joined takes the tree over when the process that serves it is lost
+#[test]
+fn a_mount_that_joined_takes_the_tree_over() {
+    if !require_fuse("a_mount_that_joined_takes_the_tree_over") {
+        return;
+    }
+    let hosts = Hosts::of_folder();
+    let mut first = hosts.mount("first", &[]);
+    let [mut second, mut third] = ["second", "third"].map(|name| hosts.mount(name, &[]));
+    let mut open = fs::File::create(second.path().join("open")).expect("created");
+    open.write_all(b"before").expect("written");
+    open.sync_all().expect("synced");
+    first.kill();
+    open.write_all(b" and after").expect("written");
+    open.sync_all().expect("synced by the next one");
+    drop(open);
+    fs::write(third.path().join("third"), "third").expect("written");
+    check_same(&second, &third);
+    let served = |name: &str| hosts.status(name)["sharing"]["mounts"].as_array().map(Vec::len);
+    let serving: Vec<_> = ["second", "third"].into_iter().filter(|name| served(name).is_some()).collect();
+    assert_eq!(serving.len(), 1, "one of them serves the tree");
+    assert_eq!(served(serving[0]), Some(2), "itself among those that joined");
+    // The one that was killed is one of them when it comes again.
+    first.remount(&hosts.home("first"));
+    check_same(&first, &second);
+    // And so it goes on when a mount ends well.
+    let [last, other] =
+        if serving[0] == "second" { [&mut second, &mut third] } else { [&mut third, &mut second] };
+    last.unmount();
+    fs::write(other.path().join("last"), "last").expect("written");
+    check_same(&first, other);
+    assert_eq!(fs::read_to_string(first.path().join("open")).expect("read"), "before and after");
+    other.unmount();
+    first.unmount();
+    let shown = Forebay::new(&hosts.home("upkeep"), ["fsck", &hosts.url]).run();
+    shown.succeeded();
 }
 
 /// A process without a mount, another one that stands by, and mounts that never hold the volume.

@@ -26,6 +26,7 @@ use futures::future::{BoxFuture, FutureExt};
 
 use crate::settings::{VolumeSettings, WriteSettings};
 use crate::staging::{self, Durable, Staging};
+use crate::standby::Standby;
 use crate::{Parts, Volume, Writeback};
 use crate::{compact, control};
 
@@ -117,9 +118,11 @@ async fn join(source: &str, settings: &VolumeSettings) -> Result<Arc<Volume>> {
     tracing::info!(url = %bucket.url(), server = ?tree.reached(), "joined: another process serves the tree");
     let blocks = Node::open(bucket.clone(), settings.cache()).await?;
     blocks.join(&settings.cache(), record.volume).await?;
+    let tree = Arc::new(tree);
+    let standby = (!settings.join.only).then(|| Standby::start(source, settings, tree.clone()));
     let deadline_ms = settings.write.deadline_ms.max(settings.join.deadline_ms);
     Ok(Volume::assemble(Parts {
-        tree: Arc::new(tree),
+        tree,
         blocks,
         bucket,
         volume: record.volume,
@@ -133,10 +136,11 @@ async fn join(source: &str, settings: &VolumeSettings) -> Result<Arc<Volume>> {
         tasks,
         clock: Clock::system(),
         server: None,
+        standby,
     }))
 }
 
-async fn connect_alone(source: &str, settings: VolumeSettings) -> Result<Arc<Volume>> {
+pub(crate) async fn connect_alone(source: &str, settings: VolumeSettings) -> Result<Arc<Volume>> {
     let records = Records::open(source, &settings).await?;
     let claim = records.claim.clone();
     if let Err(error) = refuse_copy(source, &records, &settings).await {
@@ -564,6 +568,7 @@ async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>>
     let blocks = Node::open(bucket.clone(), settings.cache()).await?;
     blocks.join(&settings.cache(), volume).await?;
     let volume = Volume::assemble(Parts {
+        standby: None,
         server,
         tree,
         blocks: blocks.clone(),

@@ -28,6 +28,7 @@ pub mod trash;
 pub mod quota;
 pub mod control;
 mod joining;
+mod standby;
 mod connect;
 pub mod backup;
 #[cfg(test)]
@@ -38,4 +39,5 @@ pub use file::{Access, File, Seek};
 pub use inode::Position;
 pub use joining::{JoinSettings, Joined, Sharing};
 pub use settings::VolumeSettings;
+pub use standby::Standby;
 pub use volume::{Parts, Volume, Writeback};

@@ -25,6 +25,7 @@ use crate::prefetch::{PrefetchSettings, Readers};
 use crate::segments::Segments;
 use crate::settings::WriteSettings;
 use crate::staging::{Staging, Uploads, WritebackSettings};
+use crate::standby::Standby;
 use crate::store::Store;
 use crate::unsealed::Unsealed;
 use table::OpenTable;
@@ -71,6 +72,8 @@ pub struct Parts {
     pub clock: Clock,
     /// What serves the tree to other mounts, if it is.
     pub server: Option<Server>,
+    /// What takes the volume over when the process that serves its tree is lost, if anything does.
+    pub standby: Option<Standby>,
 }
 
 /// What is staged on this host, and how that is done.
@@ -95,6 +98,7 @@ pub struct Volume {
     pub(crate) budget: Budget,
     tasks: TaskGroup,
     pub(crate) server: Option<Server>,
+    standby: Mutex<Option<Standby>>,
     /// Nobody uses it any more; what is staged is being uploaded.
     pub(crate) ending: AtomicBool,
 }
@@ -161,6 +165,7 @@ impl Volume {
             budget: parts.budget,
             tasks: parts.tasks,
             server: parts.server,
+            standby: Mutex::new(parts.standby),
             ending: AtomicBool::new(false),
         });
         if let Some(uploads) = uploads {
@@ -397,7 +402,12 @@ impl Volume {
             server.stop().await;
         }
         self.tasks.shutdown(CLOSE_DEADLINE).await;
-        self.store.tree.close().await?;
+        let closed = self.store.tree.close().await;
+        let standby = self.standby.lock().take();
+        if let Some(standby) = standby {
+            standby.end().await;
+        }
+        closed?;
         if let Some(staging) = self.staging() {
             staging.close();
         }

@@ -258,6 +258,17 @@ impl Committer {
         self.expect_sure().is_ok()
     }
 
+    /// Returns once it may, where that is for a renewal of the lease alone, and the reason why not otherwise.
+    pub(crate) async fn regain(&self) -> Result<()> {
+        match self.expect_sure() {
+            Err(error) if error.kind() == ErrorKind::Unavailable => {
+                self.0.state.guard.regain().await?;
+                self.expect_sure()
+            }
+            sure => sure,
+        }
+    }
+
     /// The same, with the reason why not.
     pub(crate) fn expect_sure(&self) -> Result<()> {
         self.0.state.may_acknowledge()

@@ -59,6 +59,12 @@ impl Guests {
         self.standing.lock().remove(&session);
     }
 
+    /// Forgets those that have not come, and says which.
+    pub(crate) fn forget_missing(&self) -> Vec<u64> {
+        let missing = |(session, _): (u64, Standing)| session;
+        self.standing.lock().extract_if(|_, standing| *standing == Standing::Expected).map(missing).collect()
+    }
+
     pub(crate) fn has(&self, session: u64) -> bool {
         self.standing.lock().contains_key(&session)
     }
@@ -192,6 +198,9 @@ mod tests {
         assert_eq!((guests.has(5), guests.has(6), guests.expected()), (true, false, vec![5]));
         assert!(guests.welcome(5) && !guests.welcome(5) && !guests.welcome(6));
         assert_eq!(guests.expected(), Vec::<u64>::new());
+        guests.expect(7);
+        assert_eq!(guests.forget_missing(), [7]);
+        assert!(!guests.has(7) && guests.has(6));
         guests.forget(5);
         assert!(!guests.has(5));
     }

@@ -21,7 +21,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::serve::{SILENCE, speak_with};
 use super::wire::{
-    Answer, Failure, Hello, Request, Standing, ToGuest, ToServer, Twice, Welcome, encode, hear,
+    Answer, Failure, Hello, Request, Standing, ToGuest, ToServer, Twice, Welcome, encode, hear, hear_in_time,
 };
 use crate::tree::OutsideChange;
 
@@ -29,8 +29,8 @@ use crate::tree::OutsideChange;
 const PAUSE: Duration = Duration::from_millis(250);
 /// The same when it was looked for many times.
 const LONG_PAUSE: Duration = Duration::from_secs(2);
-/// Messages on their way.
-const QUEUE: usize = 4096;
+/// Messages on their way: more than there are calls that wait.
+const QUEUE: usize = 1 << 20;
 
 /// Finds the addresses at which the tree is served now.
 pub type Finder = Arc<dyn Fn() -> BoxFuture<'static, Result<Vec<SocketAddr>>> + Send + Sync>;
@@ -378,8 +378,7 @@ impl Link {
 
     async fn hear_all(&self, stream: &mut (impl AsyncRead + Unpin), listener: &dyn Listener) -> Result<()> {
         loop {
-            let heard = timeout(SILENCE, hear(stream)).await;
-            match heard.map_err(|_| Error::new(ErrorKind::Unavailable, "it says nothing"))?? {
+            match hear_in_time(stream, SILENCE).await? {
                 None => return Ok(()),
                 Some(ToGuest::Ending(is_synced)) => {
                     listener.ending(is_synced);

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -17,7 +18,7 @@ use tokio::sync::{Notify, Semaphore, mpsc};
 use tokio::time::{sleep, timeout};
 
 use super::session::{Command, Commands, Session};
-use super::wire::{Hello, Standing, ToGuest, ToServer, Welcome, encode, hear};
+use super::wire::{Hello, Standing, ToGuest, ToServer, Welcome, encode, hear, hear_in_time, time_for};
 use crate::tree::{LocalTree, OutsideChange, Tree};
 
 /// How often either side says that it lives.
@@ -56,6 +57,8 @@ struct Shared {
     /// A number of this process, and no other.
     number: u64,
     sessions: Mutex<HashMap<u64, Known>>,
+    /// Connections so far.
+    connections: AtomicU64,
     tasks: TaskGroup,
     patience: Duration,
     /// Nothing is answered any more.
@@ -80,7 +83,7 @@ enum Heard {
 struct Known {
     session: Arc<Session>,
     name: String,
-    /// Raised with each connection, so that an older one does not speak for it.
+    /// The newest connection: an older one does not speak for it.
     connection: u64,
     /// Ends the connection that it has.
     current: Option<Stop>,
@@ -110,6 +113,7 @@ impl Server {
             tree,
             number,
             sessions: Mutex::default(),
+            connections: AtomicU64::new(0),
             tasks: tasks.clone(),
             patience,
             ending: Stop::new(),
@@ -259,21 +263,22 @@ impl Shared {
         }
         let was_expected = self.tree.welcome(hello.session).await?;
         let session = Arc::new(Session::new(self.tree.clone(), hello.session, self.commands.clone()));
-        let known =
-            Known { session: session.clone(), name: hello.name.clone(), connection: 0, current: None };
-        self.sessions.lock().insert(hello.session, known);
+        let known = Known { session, name: hello.name.clone(), connection: 0, current: None };
+        // One that came twice has one session.
+        let session = self.sessions.lock().entry(hello.session).or_insert(known).session.clone();
         Ok((Some(session), welcome(if was_expected { Standing::TakenOver } else { Standing::New })))
     }
 
     /// Notes that a session's mount is connected, and ends its connection of before.
     fn connect(&self, session: &Session, stop: Stop) -> u64 {
         let mut sessions = self.sessions.lock();
-        let Some(known) = sessions.get_mut(&session.number()) else { return 0 };
-        known.connection += 1;
+        let connection = self.connections.fetch_add(1, Ordering::Relaxed) + 1;
+        let Some(known) = sessions.get_mut(&session.number()) else { return connection };
+        known.connection = connection;
         if let Some(before) = known.current.replace(stop) {
             before.cancel();
         }
-        known.connection
+        connection
     }
 
     /// Notes that a connection is over; its session ends unless it comes back in time.
@@ -301,6 +306,8 @@ impl Shared {
                 Some(known) if known.connection == connection && known.current.is_none() => {}
                 _ => return,
             }
+            // Should it come in this moment, it is told that it has ended.
+            self.tree.forget_guest(session);
             sessions.remove(&session).map(|known| known.name).unwrap_or_default()
         };
         tracing::warn!(mount = name, "a mount was lost: what it was writing is given up");
@@ -334,9 +341,9 @@ impl Shared {
             let place = places.clone().acquire_owned();
             let Some(place) = self.until_the_end(&stop, place).await else { return Ok(Heard::Cut) };
             let place = place.map_err(|_| Error::bug("a semaphore was closed"))?;
-            let hearing = timeout(SILENCE, hear(stream));
+            let hearing = hear_in_time(stream, SILENCE);
             let Some(heard) = self.until_the_end(&stop, hearing).await else { return Ok(Heard::Cut) };
-            let (id, oldest, request) = match heard.map_err(|_| silent())?? {
+            let (id, oldest, request) = match heard? {
                 None => return Ok(Heard::End),
                 Some(ToServer::Alive) => continue,
                 Some(ToServer::Hello(_)) => return Err(Error::corrupt("a mount says twice who it is")),
@@ -345,9 +352,13 @@ impl Shared {
             let is_last = matches!(request, super::wire::Request::Bye);
             let (session, say, ending) = (session.clone(), say.clone(), self.ending.clone());
             let shared = is_last.then(|| self.clone());
+            let lost = stop.clone();
             // Of the server's group: what was begun is brought to its end, whether its mount hears of it now or asks again.
             let answered = self.tasks.spawn("answer", async move {
-                let outcome = session.answer(id, oldest, request).await;
+                let Some(outcome) = session.answer(id, oldest, request).await else {
+                    // Another process has the tree: its mount is to look for that.
+                    return lost.cancel();
+                };
                 if let (Some(shared), Ok(_)) = (shared, &outcome) {
                     // Before it hears of it.
                     shared.sessions.lock().remove(&session.number());
@@ -400,7 +411,7 @@ pub(super) async fn speak_with(
             {
                 together.extend_from_slice(&frame);
             }
-            match timeout(SILENCE, async {
+            match timeout(SILENCE + time_for(together.len()), async {
                 stream.write_all(&together).await?;
                 stream.flush().await
             })

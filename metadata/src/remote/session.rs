@@ -14,8 +14,8 @@ use super::wire::{Answer, Failure, Request, Twice};
 use crate::records::asking_as;
 use crate::tree::{LocalTree, Tree};
 
-/// Requests of one session whose answers are kept in case that they are asked for again.
-const MOST_KEPT: usize = 1 << 16;
+/// Requests of one session whose answers are kept in case that they are asked for again: many times what is on its way at once.
+const MOST_KEPT: usize = 1 << 14;
 
 /// Carries commands of people out.
 pub type Command = Box<dyn Fn(Bytes) -> BoxFuture<'static, Bytes> + Send + Sync>;
@@ -48,13 +48,36 @@ pub(super) struct Session {
     tree: Arc<LocalTree>,
     number: u64,
     commands: Arc<Commands>,
-    /// Of requests that do something, what came of them, until the mount says that it knows.
-    answers: Mutex<BTreeMap<u64, Kept>>,
+    answers: Answers,
+}
+
+/// Of requests that do something, what came of them, until the mount says that it knows.
+#[derive(Debug, Default)]
+struct Answers(Mutex<BTreeMap<u64, Kept>>);
+
+impl Answers {
+    /// Begins a request, unless it was begun before. Those below `oldest` are not asked for again.
+    fn begin(&self, id: u64, oldest: u64) -> Begun {
+        let mut answers = self.0.lock();
+        *answers = answers.split_off(&oldest);
+        if let Some(before) = answers.get(&id) {
+            return Begun::Before(before.clone());
+        }
+        if answers.len() >= MOST_KEPT {
+            // It waits for one that takes long; of those that were answered since, the first have arrived.
+            let is_answered = |kept: &Kept| kept.borrow().is_some();
+            let first = answers.iter().find(|(_, kept)| is_answered(kept)).map(|(id, _)| *id);
+            first.and_then(|id| answers.remove(&id));
+        }
+        let (told, kept) = watch::channel(None);
+        answers.insert(id, kept);
+        Begun::Now(told)
+    }
 }
 
 impl Session {
     pub(super) fn new(tree: Arc<LocalTree>, number: u64, commands: Arc<Commands>) -> Self {
-        Self { tree, number, commands, answers: Mutex::default() }
+        Self { tree, number, commands, answers: Answers::default() }
     }
 
     pub(super) fn number(&self) -> u64 {
@@ -62,13 +85,15 @@ impl Session {
     }
 
     /// The answer to a request, which is done once, however often it is asked for.
-    pub(super) async fn answer(&self, id: u64, oldest: u64, request: Request) -> Outcome {
+    ///
+    /// None where this process lost the volume, and knows nothing any more.
+    pub(super) async fn answer(&self, id: u64, oldest: u64, request: Request) -> Option<Outcome> {
         if request.twice() == Twice::Looks {
             return self.outcome(request).await;
         }
-        match self.begin(id, oldest)? {
+        Some(match self.answers.begin(id, oldest) {
             Begun::Now(told) => {
-                let outcome = self.outcome(request).await;
+                let outcome = self.outcome(request).await?;
                 told.send_replace(Some(outcome.clone()));
                 outcome
             }
@@ -77,32 +102,20 @@ impl Session {
                 let given_up = || Err(Error::bug("a request was given up").into());
                 answered.ok().and_then(|answer| answer.clone()).unwrap_or_else(given_up)
             }
-        }
+        })
     }
 
-    fn begin(&self, id: u64, oldest: u64) -> Result<Begun, Failure> {
-        let mut answers = self.answers.lock();
-        *answers = answers.split_off(&oldest);
-        if let Some(before) = answers.get(&id) {
-            return Ok(Begun::Before(before.clone()));
-        }
-        if answers.len() >= MOST_KEPT {
-            return Err(Error::new(ErrorKind::Unavailable, "too many requests of one mount").into());
-        }
-        let (told, kept) = watch::channel(None);
-        answers.insert(id, kept);
-        Ok(Begun::Now(told))
-    }
-
-    async fn outcome(&self, request: Request) -> Outcome {
+    async fn outcome(&self, request: Request) -> Option<Outcome> {
         let done = async {
             // What a process says that may not act any more may be untrue.
-            self.tree.expect_sure()?;
+            self.tree.regain().await?;
             let done = asking_as(self.number, self.make(request)).await?;
-            self.tree.expect_sure()?;
+            self.tree.regain().await?;
             Ok::<Answer, Error>(done)
         };
-        done.await.map_err(Failure::from)
+        let outcome = done.await.map_err(Failure::from);
+        let is_lost = self.tree.expect_sure().is_err_and(|error| error.kind() == ErrorKind::Conflict);
+        (!is_lost).then_some(outcome)
     }
 
     async fn make(&self, request: Request) -> Result<Answer> {
@@ -183,5 +196,30 @@ impl Session {
         }
         self.tree.hold(self.number, &held);
         Ok(gone)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_answered_is_kept_until_its_mount_knows_and_what_takes_long_pins_no_more_than_there_is_room_for()
+     {
+        let answers = Answers::default();
+        let begin = |id, oldest| match answers.begin(id, oldest) {
+            Begun::Now(told) => told,
+            Begun::Before(_) => panic!("{id} is new"),
+        };
+        let slow = begin(0, 0);
+        for id in 1..2 * MOST_KEPT as u64 {
+            begin(id, 0).send_replace(Some(Ok(Answer::Done)));
+        }
+        let is_known = |id| matches!(answers.begin(id, 0), Begun::Before(_));
+        assert!(is_known(0) && is_known(2 * MOST_KEPT as u64 - 1), "one takes long, one is new");
+        assert!(answers.0.lock().len() <= MOST_KEPT && !answers.0.lock().contains_key(&1));
+        slow.send_replace(Some(Ok(Answer::Done)));
+        begin(2 * MOST_KEPT as u64, 2 * MOST_KEPT as u64);
+        assert_eq!(answers.0.lock().len(), 1, "its mount knows of all others");
     }
 }

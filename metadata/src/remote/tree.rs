@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -66,9 +66,10 @@ struct Shared {
     open: Mutex<HashMap<InodeId, u32>>,
     /// At whose own paths this mount is.
     held: Mutex<HashSet<InodeId>>,
-    /// Whether something was changed, and not synced since.
-    is_unsynced: AtomicBool,
-    /// Whether a process that served the tree was lost then.
+    /// Changes that were answered so far, and how many of them are durable.
+    changes: AtomicU64,
+    synced: AtomicU64,
+    /// Whether a process that served the tree was lost, and changes with it.
     is_lost: AtomicBool,
     pins: Arc<Pins>,
     /// The root, and the counts of the volume, as they were last: who unmounts while nobody serves the tree asks for these first,
@@ -80,18 +81,21 @@ struct Shared {
 impl Shared {
     /// Makes durable what this mount changed; nothing is asked where there is none.
     async fn sync(&self) -> Result<()> {
-        if !self.is_unsynced.swap(false, Ordering::SeqCst) {
+        let changes = self.changes.load(Ordering::SeqCst);
+        if self.synced.load(Ordering::SeqCst) >= changes {
             return Ok(());
         }
-        let synced = match self.link.call(Request::Sync).await {
-            Ok(Answer::Done) => Ok(()),
-            Ok(_) => Err(unexpected()),
-            Err(error) => Err(error),
+        match self.link.call(Request::Sync).await? {
+            Answer::Done => self.synced.fetch_max(changes, Ordering::SeqCst),
+            _ => return Err(unexpected()),
         };
-        if synced.is_err() {
-            self.is_unsynced.store(true, Ordering::SeqCst);
-        }
-        synced
+        Ok(())
+    }
+
+    /// All that was changed so far is durable, or lost.
+    fn settle_changes(&self) -> bool {
+        let changes = self.changes.load(Ordering::SeqCst);
+        self.synced.swap(changes, Ordering::SeqCst) < changes
     }
 
     /// Syncs every so often, so that little is lost with a process.
@@ -136,12 +140,12 @@ impl Listener for Shared {
 
     fn ending(&self, is_synced: bool) {
         if is_synced {
-            self.is_unsynced.store(false, Ordering::SeqCst);
+            self.settle_changes();
         }
     }
 
     fn taken_over(&self) {
-        if self.is_unsynced.load(Ordering::SeqCst) {
+        if self.settle_changes() {
             self.is_lost.store(true, Ordering::SeqCst);
         }
     }
@@ -181,7 +185,8 @@ impl RemoteTree {
             outside: OutsideChanges::default(),
             open: Mutex::default(),
             held: Mutex::default(),
-            is_unsynced: AtomicBool::new(false),
+            changes: AtomicU64::new(0),
+            synced: AtomicU64::new(0),
             is_lost: AtomicBool::new(false),
             pins: Arc::default(),
             root: Mutex::default(),
@@ -216,7 +221,7 @@ impl RemoteTree {
         let answer = self.shared.link.call(request).await;
         if changes {
             // Also where it failed: it may have been done.
-            self.shared.is_unsynced.store(true, Ordering::SeqCst);
+            self.shared.changes.fetch_add(1, Ordering::SeqCst);
         }
         answer
     }
@@ -559,9 +564,9 @@ impl RemoteTree {
     /// `Unavailable` where it is not known whether it was.
     pub async fn command(&self, command: Bytes) -> Result<Bytes> {
         self.shared.link.expect_quotas();
-        // It may be after that, too, that something is to be synced.
-        self.shared.is_unsynced.store(true, Ordering::SeqCst);
-        expect!(self.shared.link.call_for(COMMAND, Request::Command(command)).await?, Bytes(reply) => reply)
+        let reply = self.shared.link.call_for(COMMAND, Request::Command(command)).await;
+        self.shared.changes.fetch_add(1, Ordering::SeqCst);
+        expect!(reply?, Bytes(reply) => reply)
     }
 
     /// The error of what is done only where the tree is.

@@ -3,6 +3,8 @@
 //! Messages are frames: their length as four little-endian bytes, and their postcard encoding. What comes from the other side is
 //! checked here: lengths before memory is taken for them, layouts before they are believed.
 
+use std::time::Duration;
+
 use bytes::{BufMut, Bytes, BytesMut};
 use forebay_core::{
     Attributes, Error, ErrorKind, FileLayout, InodeId, ObjectKey, Result, Timestamp, VolumeId,
@@ -10,6 +12,7 @@ use forebay_core::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt};
+use tokio::time::timeout;
 
 use crate::tree::{
     DirectoryPage, Existing, Lookup, NewInode, OutsideChange, Placement, RenameMode, SetAttributes,
@@ -380,6 +383,34 @@ pub(super) async fn hear<M: Message>(stream: &mut (impl AsyncRead + Unpin)) -> R
         Err(error) => return Err(error.into()),
     }
     let length = u32::from_le_bytes(length) as usize;
+    hear_body(stream, length).await
+}
+
+/// The same where the other side says something at least every so often: what is long may take its time.
+///
+/// # Errors
+/// `Unavailable` where it says nothing, or less than a mebibyte a second.
+pub(super) async fn hear_in_time<M: Message>(
+    stream: &mut (impl AsyncRead + Unpin),
+    silence: Duration,
+) -> Result<Option<M>> {
+    let silent = || Error::new(ErrorKind::Unavailable, "it says nothing");
+    let mut length = [0; 4];
+    match timeout(silence, stream.read_exact(&mut length)).await.map_err(|_| silent())? {
+        Ok(_) => {}
+        Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
+        Err(error) => return Err(error.into()),
+    }
+    let length = u32::from_le_bytes(length) as usize;
+    timeout(silence + time_for(length.min(LONGEST)), hear_body(stream, length)).await.map_err(|_| silent())?
+}
+
+/// How long bytes may take on a slow link.
+pub(super) fn time_for(bytes: usize) -> Duration {
+    Duration::from_millis(bytes as u64 >> 10)
+}
+
+async fn hear_body<M: Message>(stream: &mut (impl AsyncRead + Unpin), length: usize) -> Result<Option<M>> {
     if length > LONGEST {
         return Err(Error::corrupt(format!("a message of {length} bytes is announced")));
     }

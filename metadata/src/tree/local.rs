@@ -270,6 +270,9 @@ impl LocalTree {
             Ok(()) => Ok(was_expected),
             Err(error) => {
                 self.shared.guests.forget(session);
+                if was_expected {
+                    self.shared.guests.expect(session);
+                }
                 Err(error)
             }
         }
@@ -283,6 +286,21 @@ impl LocalTree {
     /// Whether this process surely may act for the volume now.
     pub(crate) fn expect_sure(&self) -> Result<()> {
         self.committer.expect_sure()
+    }
+
+    /// Waits until this process may act for the volume again, where that is for a renewal of the lease.
+    pub(crate) async fn regain(&self) -> Result<()> {
+        self.committer.regain().await
+    }
+
+    /// Whether other mounts may write to it through this process.
+    pub fn serves(&self) -> bool {
+        self.shared.settings.serves
+    }
+
+    /// Lets a session go that is to be ended: it does not come back.
+    pub(crate) fn forget_guest(&self, session: u64) {
+        self.shared.guests.forget(session);
     }
 
     /// Whether there are quotas.
@@ -307,13 +325,13 @@ impl LocalTree {
 
     /// Ends a session of another mount: what it was writing is in doubt, what it wrote and did not commit is garbage.
     pub(crate) async fn end_guest(&self, session: u64) -> Result<()> {
+        self.forget_guest(session);
         for ino in self.shared.holds.of(session) {
             self.let_go(ino, session).await?;
         }
         for ino in self.shared.guests.opened_by(session) {
             pass_over(asking_as(session, self.closed(ino)).await)?;
         }
-        self.shared.guests.forget(session);
         let keys = self.shared.keys;
         let (from, to) = keys.below(Tag::Session, session);
         let found = self.look(move |look| look.reads().scan(&from, &to, usize::MAX)).await?;
@@ -325,7 +343,7 @@ impl LocalTree {
 
     /// Ends sessions that did not come.
     pub(crate) async fn end_missing_guests(&self) -> Result<()> {
-        for session in self.shared.guests.expected() {
+        for session in self.shared.guests.forget_missing() {
             warn!(
                 session = format!("{session:016x}"),
                 "a mount that was served before did not come back: what it was writing is given up"

@@ -2,6 +2,7 @@
 
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Piece, Result, Source};
+use forebay_metadata::tree::LocalTree;
 
 use super::OpenInode;
 use crate::content::Content;
@@ -62,9 +63,14 @@ impl OpenInode {
         if self.look(Content::generation) == generation { self.take_over().await } else { Ok(()) }
     }
 
-    /// Where the tree follows another one, shows what that has by now: it may have moved the bytes, or others in their place.
-    /// Whether it could look.
+    /// Where the tree follows another one, or other mounts write to it, shows what that has by now: it may have moved the bytes,
+    /// or others in their place. Whether it could look.
     async fn catch_up(&self) -> bool {
+        let tree = &self.store.tree;
+        if tree.remote().is_some() || tree.local().is_some_and(LocalTree::serves) {
+            self.catch_up_with_others().await;
+            return true;
+        }
         let Some(tree) = self.store.tree.local().filter(|tree| tree.lag().is_some()) else { return false };
         let caught_up = async {
             tree.catch_up().await?;

@@ -19,7 +19,7 @@ use forebay_metadata::kv::{Engine, MemEngine, MemStore, SlateEngine, SlateSettin
 use forebay_metadata::tree::{Existing, LocalTree, NewInode, Tree, TreeParts, TreeSettings};
 use tokio_util::sync::CancellationToken;
 
-use super::unlucky::{HeldUp, Unlucky};
+use super::unlucky::{HeldUp, Older, Unlucky};
 use super::warming::StopsAtProof;
 use crate::prefetch::PrefetchSettings;
 use crate::settings::WriteSettings;
@@ -64,6 +64,8 @@ pub(crate) struct Fixture {
     pub(crate) refuses: Arc<AtomicBool>,
     /// The tree's answers, if it is such a one, can be held up.
     pub(crate) held_up: Arc<HeldUp>,
+    /// The tree, if it is such a one, can be made to say something older.
+    pub(crate) older: Older,
     /// Entries that a clone copies at a time.
     pub(crate) clone_step: usize,
     /// How long a change of the tree that nobody waits for may stay in memory.
@@ -91,6 +93,7 @@ impl Fixture {
             is_unlucky,
             refuses: Arc::default(),
             held_up: Arc::default(),
+            older: Older::default(),
             write,
             part_copy,
             budget,
@@ -166,11 +169,16 @@ impl Fixture {
         let settings = TreeSettings { delete_delay_ms: 0, clone_step, trash_ms, ..TreeSettings::default() };
         let tree = LocalTree::open(parts, settings).await.expect("a tree");
         let tree: Arc<dyn Tree> = match self.is_unlucky {
-            true => Arc::new(Unlucky::new(tree, self.refuses.clone(), self.held_up.clone())),
+            true => {
+                let (refuses, held_up, older) =
+                    (self.refuses.clone(), self.held_up.clone(), self.older.clone());
+                Arc::new(Unlucky::new(tree, refuses, held_up, older))
+            }
             false => Arc::new(tree),
         };
         Volume::assemble(Parts {
             server: None,
+            standby: None,
             tree,
             blocks: self.open_cache().await,
             bucket: self.bucket.clone(),

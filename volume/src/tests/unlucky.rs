@@ -8,12 +8,16 @@ use std::sync::atomic::Ordering::SeqCst;
 use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{Attributes, Error, ErrorKind, FileLayout, InodeId, ObjectKey, Result, Timestamp};
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use forebay_metadata::tree::{
     CloneGuide, Cloned, DirectoryPage, Existing, LocalTree, Lookup, NewInode, OutsideChanges, Placement,
     RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode,
 };
+
+/// What the tree says of any file's bytes instead of what it has.
+pub(crate) type Older = Arc<Mutex<Option<(FileLayout, u64)>>>;
 
 /// Holds up the next answer of the tree that says what a file is.
 #[derive(Debug, Default)]
@@ -53,11 +57,12 @@ pub(crate) struct Unlucky {
     /// Whether no file can be opened.
     refuses: Arc<AtomicBool>,
     held_up: Arc<HeldUp>,
+    older: Older,
 }
 
 impl Unlucky {
-    pub(crate) fn new(tree: LocalTree, refuses: Arc<AtomicBool>, held_up: Arc<HeldUp>) -> Self {
-        Self { tree, fails: AtomicBool::default(), refuses, held_up }
+    pub(crate) fn new(tree: LocalTree, refuses: Arc<AtomicBool>, held_up: Arc<HeldUp>, older: Older) -> Self {
+        Self { tree, fails: AtomicBool::default(), refuses, held_up, older }
     }
 }
 
@@ -99,6 +104,9 @@ impl Tree for Unlucky {
     }
 
     async fn layout(&self, ino: InodeId) -> Result<(FileLayout, u64)> {
+        if let Some(older) = self.older.lock().clone() {
+            return Ok(older);
+        }
         match self.fails.swap(false, SeqCst) {
             true => Err(Error::new(ErrorKind::Unavailable, "the tree is not there")),
             false => self.tree.layout(ino).await,

@@ -590,6 +590,47 @@ fn what_was_committed_has_not_failed() {
     });
 }
 
+/// Where other mounts write to the tree, a file that is open shows what they commit, unless it is being written here; what was
+/// committed here and is lost with the process that served the tree is told to each handle once.
+#[test]
+fn what_other_mounts_commit_is_shown_and_what_is_lost_is_told() {
+    run(async {
+        let fixture = Fixture { is_unlucky: true, ..Fixture::new(Bucket::in_memory()) };
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, Bytes::from_static(b"one")).await.expect("write");
+        file.flush().await.expect("committed");
+        let ino = resolve(&**volume.tree(), "f").await.expect("the file").ino;
+        let (first, generation) = volume.tree().layout(ino).await.expect("a layout");
+        let other = open(&volume, "f", READ_WRITE).await;
+        file.write(0, Bytes::from_static(b"two")).await.expect("write");
+        let inode = volume.open_inodes().remove(0);
+        let show =
+            |layout: &FileLayout, generation: u64| *fixture.older.lock() = Some((layout.clone(), generation));
+        show(&first, generation + 5);
+        inode.catch_up_with_others().await;
+        assert_eq!(file.read(0, 9).await.expect("read"), &b"two"[..], "it is being written");
+        *fixture.older.lock() = None;
+        file.flush().await.expect("committed");
+        let (second, newest) = volume.tree().layout(ino).await.expect("a layout");
+        show(&first, generation);
+        inode.catch_up_with_others().await;
+        assert_eq!(other.read(0, 9).await.expect("read"), &b"one"[..]);
+        for handle in [&file, &other] {
+            let told = handle.fsync().await.expect_err("lost");
+            assert_eq!(told.kind(), ErrorKind::Unavailable, "{told}");
+            handle.fsync().await.expect("told once");
+        }
+        show(&second, newest);
+        inode.catch_up_with_others().await;
+        assert_eq!(other.read(0, 9).await.expect("read"), &b"two"[..]);
+        *fixture.older.lock() = None;
+        for handle in [file, other] {
+            handle.release().await.expect("release");
+        }
+    });
+}
+
 /// A file that is open is opened again while the tree cannot be asked: the handle that was refused stayed, and with it the
 /// file's state for as long as the volume was mounted.
 #[test]

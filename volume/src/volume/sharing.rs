@@ -24,7 +24,7 @@ impl Volume {
     /// How it is shared with other mounts that write, if it is.
     pub fn sharing(&self) -> Option<Sharing> {
         let served = self.server.as_ref().map(Sharing::of_server);
-        served.or_else(|| self.tree().remote().map(Sharing::of_guest))
+        served.or_else(|| self.taken_over()).or_else(|| self.tree().remote().map(Sharing::of_guest))
     }
 
     /// Has an open file show what the tree has by now, where another mount may have changed that.
@@ -41,5 +41,11 @@ impl Volume {
             // Removed, most likely: who has it open goes on with what it was.
             Err(error) => tracing::debug!(%ino, %error, "an open file is shown as it was"),
         }
+    }
+
+    /// Whom it serves what it took over.
+    fn taken_over(&self) -> Option<Sharing> {
+        let held = self.standby.lock().as_ref()?.held()?;
+        held.server.as_ref().map(Sharing::of_server)
     }
 }

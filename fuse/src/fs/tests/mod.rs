@@ -61,6 +61,7 @@ async fn over(
     let blocks = Node::open(bucket.clone(), CacheSettings::default()).await.expect("a cache");
     Volume::assemble(Parts {
         server: None,
+        standby: None,
         tree: Arc::new(tree),
         blocks,
         bucket: bucket.clone(),
