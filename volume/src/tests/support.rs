@@ -113,6 +113,10 @@ impl Fixture {
         Self { writeback: Some((tempfile::tempdir().expect("scratch"), settings)), ..self }
     }
 
+    fn unlucky(&self, tree: LocalTree) -> Unlucky {
+        Unlucky::new(tree, self.refuses.clone(), self.held_up.clone(), self.older.clone())
+    }
+
     async fn open_cache(&self) -> Arc<dyn Blocks> {
         let blocks = Node::open(self.bucket.clone(), self.cache.clone()).await.expect("a cache");
         match &self.stops_at_proof {
@@ -169,11 +173,7 @@ impl Fixture {
         let settings = TreeSettings { delete_delay_ms: 0, clone_step, trash_ms, ..TreeSettings::default() };
         let tree = LocalTree::open(parts, settings).await.expect("a tree");
         let tree: Arc<dyn Tree> = match self.is_unlucky {
-            true => {
-                let (refuses, held_up, older) =
-                    (self.refuses.clone(), self.held_up.clone(), self.older.clone());
-                Arc::new(Unlucky::new(tree, refuses, held_up, older))
-            }
+            true => Arc::new(self.unlucky(tree)),
             false => Arc::new(tree),
         };
         Volume::assemble(Parts {
