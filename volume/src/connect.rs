@@ -545,6 +545,8 @@ fn closed() -> Error {
 
 async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>> {
     let Records { bucket, home, claim, part_copy, writeback, volume, committer, follower } = records;
+    // Before the tree is begun, which another process is to have where this one cannot serve it.
+    let host = if serves(&settings) { Some(settings.join.listen_for(volume).await?) } else { None };
     let (clock, rng, tasks) = (Clock::system(), Rng::system(), TaskGroup::new("volume"));
     let parts = TreeParts {
         volume,
@@ -561,9 +563,9 @@ async fn open(records: Records, settings: VolumeSettings) -> Result<Arc<Volume>>
         tree.follow(follower, Duration::from_millis(settings.import.follow_ms))?;
     }
     let tree = Arc::new(tree);
-    let server = match serves(&settings) {
-        true => Some(settings.join.serve(tree.clone(), volume, &tasks).await?),
-        false => None,
+    let server = match host {
+        Some(host) => Some(settings.join.serve(host, tree.clone(), &tasks)?),
+        None => None,
     };
     let blocks = Node::open(bucket.clone(), settings.cache()).await?;
     blocks.join(&settings.cache(), volume).await?;

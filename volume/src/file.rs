@@ -263,6 +263,7 @@ impl File {
     pub async fn fsync(&self) -> Result<()> {
         self.commit_if(|| true).await?;
         self.inode.store().sync_tree().await?;
+        self.inode.check_losses().await;
         // The local disk may have lost them meanwhile.
         self.inode.tell_failure(&self.told)
     }

@@ -6,11 +6,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
-use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, FileLayout, InodeId, Result, Timestamp};
 use forebay_io::mem::Permit;
+use forebay_metadata::remote::RemoteTree;
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Mutex as AsyncMutex, MutexGuard, Notify};
 
@@ -56,6 +57,10 @@ pub(crate) struct OpenInode {
     accessed: Mutex<Option<Timestamp>>,
     /// Whether no handle is open on it any more: who opens the file now gets another, and this one changes nothing.
     is_retired: AtomicBool,
+    /// How often changes were lost with a process that served the tree, when this file was last compared with that.
+    losses: AtomicU64,
+    /// Whether others changed it while it could not be looked at.
+    is_behind: AtomicBool,
     /// What lost bytes, until fsync and close have told about it.
     failures: Failures,
 }
@@ -116,6 +121,7 @@ impl Writer {
 
 impl OpenInode {
     pub(crate) fn new(ino: InodeId, store: Arc<Store>, layout: FileLayout, generation: u64) -> Self {
+        let losses = AtomicU64::new(store.tree.remote().map_or(0, RemoteTree::losses));
         Self {
             ino,
             store,
@@ -129,6 +135,8 @@ impl OpenInode {
             awaits_seal: AtomicBool::new(false),
             accessed: Mutex::default(),
             is_retired: AtomicBool::new(false),
+            losses,
+            is_behind: AtomicBool::new(false),
             failures: Failures::default(),
         }
     }

@@ -107,17 +107,16 @@ impl JoinSettings {
         Identity::new(&secret, &volume.0.to_le_bytes(), PROTOCOL)
     }
 
-    /// Serves a tree until that is stopped.
+    /// Opens the port at which a tree is to be served.
     ///
     /// # Errors
     /// `Exists` where another process has the port; `Invalid` for a secret that is none.
-    pub(crate) async fn serve(
-        &self,
-        tree: Arc<LocalTree>,
-        volume: VolumeId,
-        tasks: &TaskGroup,
-    ) -> Result<Server> {
-        let host = Host::open(Transport::Tcp, self.listen()?, &self.identity(volume).await?)?;
+    pub(crate) async fn listen_for(&self, volume: VolumeId) -> Result<Host> {
+        Host::open(Transport::Tcp, self.listen()?, &self.identity(volume).await?)
+    }
+
+    /// Serves a tree there until that is stopped.
+    pub(crate) fn serve(&self, host: Host, tree: Arc<LocalTree>, tasks: &TaskGroup) -> Result<Server> {
         tracing::info!(address = self.advertised()?, "other mounts may join and write to this volume, too");
         Ok(Server::start(tree, host, Rng::system().u64(), Server::PATIENCE, tasks))
     }

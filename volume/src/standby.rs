@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use forebay_core::ErrorKind;
 use forebay_core::units::MIB;
 use forebay_io::task::{Stop, Task, TaskGroup};
 use forebay_metadata::remote::RemoteTree;
@@ -20,6 +21,8 @@ const LOST: Duration = Duration::from_secs(2);
 const LITTLE_MEMORY: u64 = 256 * MIB;
 /// Between two looks at that, and between two tries.
 const PAUSE: Duration = Duration::from_millis(500);
+/// Between two tries that came to nothing.
+const REST: Duration = Duration::from_secs(5);
 /// How long the end of what was taken over may take.
 const CLOSING: Duration = Duration::from_secs(60);
 
@@ -85,8 +88,11 @@ async fn stand_by(
             }
             // Another one was faster, most likely.
             Err(error) => {
-                tracing::debug!(%error, "the volume was not taken over");
-                if stop.run_until_cancelled(tokio::time::sleep(PAUSE)).await.is_none() {
+                match error.kind() {
+                    ErrorKind::Conflict => tracing::debug!(%error, "another process has the volume"),
+                    _ => tracing::warn!(%error, "the volume could not be taken over"),
+                }
+                if stop.run_until_cancelled(tokio::time::sleep(REST)).await.is_none() {
                     return;
                 }
             }

@@ -10,7 +10,7 @@ use forebay_io::clock::Clock;
 use forebay_io::mem::Budget;
 use forebay_io::object::Bucket;
 use forebay_io::task::TaskGroup;
-use forebay_metadata::remote::Server;
+use forebay_metadata::remote::{RemoteTree, Server};
 use forebay_metadata::tree::{DirectoryPage, Existing, LocalTree, Lookup, NewInode, SetAttributes, Tree};
 use forebay_metadata::volume_file::Claim;
 use parking_lot::Mutex;
@@ -341,7 +341,7 @@ impl Volume {
     /// Everything written and changed so far is in the bucket on return, but for what was lost before: that is for those
     /// who wrote it.
     pub async fn sync(&self) -> Result<()> {
-        self.commit_open().await.and(self.store.sync_tree().await)
+        self.commit_open().await.and(self.store.sync_tree().await).and(self.tell_loss(sharing::ALL))
     }
 
     /// Commits what was written to open files so far. One that fails keeps no other from that.
@@ -369,11 +369,6 @@ impl Volume {
         inode.commit_now().await
     }
 
-    /// Returns when every name and attribute answered so far is in the bucket; `Unavailable` past the deadline.
-    pub async fn sync_names(&self) -> Result<()> {
-        self.store.sync_tree().await
-    }
-
     pub(crate) fn tasks(&self) -> &TaskGroup {
         &self.tasks
     }
@@ -397,7 +392,11 @@ impl Volume {
         if let Some(claim) = claim {
             claim.say_ending().await;
         }
-        self.sync().await?;
+        let synced = self.sync().await;
+        if let (Err(_), false) = (&synced, self.is_shared()) {
+            return synced;
+        }
+        // Others wait for what this process has, whatever became of its own files.
         if let Some(server) = &self.server {
             server.stop().await;
         }
@@ -407,7 +406,7 @@ impl Volume {
         if let Some(standby) = standby {
             standby.end().await;
         }
-        closed?;
+        synced.and(closed)?;
         if let Some(staging) = self.staging() {
             staging.close();
         }
@@ -494,8 +493,9 @@ impl Volume {
             self.renew(ino).await;
             return Ok(inode);
         }
+        let heard = || self.store.tree.remote().map(RemoteTree::heard);
         loop {
-            let gone = self.gone();
+            let (gone, heard_before) = (self.gone(), heard());
             let found = match self.store.tree.layout(ino).await {
                 Ok(found) => found,
                 Err(error) => {
@@ -504,7 +504,7 @@ impl Volume {
                 }
             };
             if let Some(inode) = self.adopt(ino, found, gone) {
-                if self.store.tree.remote().is_none() {
+                if heard_before.is_none() || heard() != heard_before {
                     // What was told between the two found nobody.
                     self.renew(ino).await;
                 }

@@ -398,7 +398,7 @@ impl Filesystem for Dispatch {
 
     fn fsyncdir(&self, _: &Request, ino: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
         self.run("fsyncdir", ino, |fs| async move {
-            replies::empty(reply, fs.sync_directory().await);
+            replies::empty(reply, fs.sync_directory(convert::inode(ino)).await);
         });
     }
 

@@ -138,11 +138,11 @@ impl FileSystem {
 
     /// fsync(2) of a directory: every name given so far is durable in the bucket on return. Fails past the deadline, and
     /// gives nothing up then.
-    pub async fn sync_directory(&self) -> FsResult<()> {
+    pub async fn sync_directory(&self, ino: InodeId) -> FsResult<()> {
         if self.volume.read_only() {
             return Ok(());
         }
-        Ok(self.volume.sync_names().await?)
+        Ok(self.volume.sync_directory(ino).await?)
     }
 
     fn directory(&self, ino: InodeId, handle: Handle) -> FsResult<Directory> {

@@ -123,18 +123,19 @@ impl Collector<'_> {
         let mut sessions = Sessions::default();
         sessions.living.insert(self.mover.shared().session);
         let pages = self.mover.pages(self.pause);
+        // First: one that begins meanwhile is not known, and nothing of it goes.
+        pages
+            .each(Tag::Known, |key, _| {
+                sessions.known.insert(keys.number_in(&key)?);
+                Ok(())
+            })
+            .await?;
         pages
             .each(Tag::Session, |key, _| {
                 // Uploads of a dead one may still be noted.
                 if !keys.is_upload(&key) {
                     sessions.living.insert(keys.number_in(&key)?);
                 }
-                Ok(())
-            })
-            .await?;
-        pages
-            .each(Tag::Known, |key, _| {
-                sessions.known.insert(keys.number_in(&key)?);
                 Ok(())
             })
             .await?;

@@ -279,7 +279,14 @@ impl Mover {
         mut work: impl FnMut(&mut Change<'_, '_>) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let shared = self.0.shared.clone();
-        let closure = move |txn: &mut Txn<'_>| work(&mut Change::new(txn, &shared));
-        self.0.committer.transact(durability, closure).await
+        let closure = move |txn: &mut Txn<'_>| {
+            let mut change = Change::new(txn, &shared);
+            let value = work(&mut change)?;
+            Ok((value, change.outside))
+        };
+        let (value, told) = self.0.committer.transact(durability, closure).await?;
+        // Nobody asked for it, this process's own mount neither.
+        told.into_iter().for_each(|change| self.0.shared.outside.tell(change));
+        Ok(value)
     }
 }

@@ -21,7 +21,8 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::serve::{SILENCE, speak_with};
 use super::wire::{
-    Answer, Failure, Hello, Request, Standing, ToGuest, ToServer, Twice, Welcome, encode, hear, hear_in_time,
+    Answer, Failure, Hello, Request, Standing, ToGuest, ToServer, Twice, Welcome, encode, hear_in_time,
+    time_for,
 };
 use crate::tree::OutsideChange;
 
@@ -155,14 +156,31 @@ impl Link {
     /// What the tree says; `Unavailable` where it cannot be had, or was lost with the process that was asked for a change of
     /// names, of which it is not known whether it was made.
     pub(super) async fn call(&self, request: Request) -> Result<Answer> {
-        self.call_for(self.deadline, request).await
+        self.call_while_for(self.deadline, || true, request).await
+    }
+
+    /// The same if something still holds when it is about to be sent; there is nothing to do otherwise.
+    pub(super) async fn call_while(&self, holds: impl Fn() -> bool, request: Request) -> Result<Answer> {
+        self.call_while_for(self.deadline, holds, request).await
     }
 
     /// The same for as long as the answer may take.
     pub(super) async fn call_for(&self, patience: Duration, request: Request) -> Result<Answer> {
+        self.call_while_for(patience, || true, request).await
+    }
+
+    async fn call_while_for(
+        &self,
+        patience: Duration,
+        holds: impl Fn() -> bool,
+        request: Request,
+    ) -> Result<Answer> {
         let (reply, answered) = oneshot::channel();
         let id = {
             let mut line = self.line.lock();
+            if !holds() {
+                return Ok(Answer::Done);
+            }
             let id = line.next;
             line.next += 1;
             let mut waiting = Waiting { request, reply, is_sent: false };
@@ -258,10 +276,7 @@ impl Link {
                     continue;
                 }
             };
-            let entered = timeout(SILENCE, self.enter(stream, is_new, before, listener)).await;
-            match entered.unwrap_or_else(|_| {
-                Err(Error::new(ErrorKind::Unavailable, format!("{address} says nothing")))
-            }) {
+            match self.enter(stream, is_new, before, listener).await {
                 Ok((stream, welcome)) => return Ok((stream, welcome, address)),
                 Err(error) => last = error,
             }
@@ -279,7 +294,7 @@ impl Link {
         let hello =
             Hello { volume: self.volume, session: self.session(), is_new: *is_new, name: self.name.clone() };
         say(&mut stream, &ToServer::Hello(hello)).await?;
-        let welcome = match hear(&mut stream).await? {
+        let welcome = match hear_in_time(&mut stream, SILENCE).await? {
             Some(ToGuest::Welcome(welcome)) => welcome,
             Some(ToGuest::Refused(failure)) => return Err(failure.into()),
             _ => {
@@ -300,6 +315,8 @@ impl Link {
         if welcome.standing == Standing::Kept && before == Some(welcome.server) {
             return Ok((stream, welcome));
         }
+        // In this order: what is closed after what is open was noted is told to this process.
+        let standing = listener.standing();
         // What was asked of the process before is not known to this one.
         self.give_up_changes();
         listener.taken_over();
@@ -309,9 +326,9 @@ impl Link {
             line.next += 1;
             line.next - 1
         };
-        say(&mut stream, &ToServer::Ask { id, oldest: 0, request: listener.standing() }).await?;
+        say(&mut stream, &ToServer::Ask { id, oldest: 0, request: standing }).await?;
         loop {
-            match hear(&mut stream).await? {
+            match hear_in_time(&mut stream, SILENCE).await? {
                 Some(ToGuest::Answer { id: answered, outcome }) if answered == id => {
                     listener.reopened(outcome.map_err(Error::from)?);
                     return Ok((stream, welcome));
@@ -322,10 +339,15 @@ impl Link {
         }
     }
 
-    /// Fails the changes that were asked of a process that is gone, where it would matter whether it made them.
+    /// Fails the changes that were asked of a process that is gone, where it would matter whether it made them. What was closed is not
+    /// told as open to the next one.
     fn give_up_changes(&self) {
         let mut line = self.line.lock();
         let is_lost = |waiting: &Waiting| waiting.is_sent && waiting.request.twice() == Twice::Differs;
+        let closed = |waiting: &Waiting| matches!(waiting.request, Request::Closed(_));
+        for (_, waiting) in line.waiting.extract_if(.., |_, waiting| closed(waiting)) {
+            let _ = waiting.reply.send(Ok(Answer::Done));
+        }
         let lost: Vec<u64> =
             line.waiting.iter().filter(|(_, waiting)| is_lost(waiting)).map(|(id, _)| *id).collect();
         for id in lost {
@@ -431,8 +453,13 @@ fn send(say: &mpsc::Sender<Bytes>, id: u64, oldest: u64, waiting: &mut Waiting) 
 }
 
 async fn say(stream: &mut Stream, message: &ToServer) -> Result<()> {
-    stream.write_all(&encode(message)?).await?;
-    Ok(stream.flush().await?)
+    let frame = encode(message)?;
+    let saying = async {
+        stream.write_all(&frame).await?;
+        stream.flush().await
+    };
+    let said = timeout(SILENCE + time_for(frame.len()), saying).await;
+    Ok(said.map_err(|_| Error::new(ErrorKind::Unavailable, "it takes nothing"))??)
 }
 
 async fn speak(stream: impl AsyncWriteExt + Unpin, queue: mpsc::Receiver<Bytes>, stop: Stop) {

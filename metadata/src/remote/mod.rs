@@ -8,6 +8,7 @@ mod wire;
 mod session;
 mod serve;
 mod link;
+mod state;
 mod tree;
 
 pub use link::{Finder, Reached};

@@ -217,7 +217,7 @@ impl Shared {
         // It ends with this one's group, with this connection, or with the next one of its mount.
         let tasks = self.tasks.child("mount");
         let stop = tasks.stop();
-        let connection = self.connect(&session, stop.clone());
+        let Some(connection) = self.connect(&session, stop.clone()) else { return Ok(()) };
         tracing::info!(
             mount = name,
             ?standing,
@@ -270,15 +270,16 @@ impl Shared {
     }
 
     /// Notes that a session's mount is connected, and ends its connection of before.
-    fn connect(&self, session: &Session, stop: Stop) -> u64 {
+    fn connect(&self, session: &Session, stop: Stop) -> Option<u64> {
         let mut sessions = self.sessions.lock();
         let connection = self.connections.fetch_add(1, Ordering::Relaxed) + 1;
-        let Some(known) = sessions.get_mut(&session.number()) else { return connection };
+        // It ended in this moment: its mount comes again, and is told so.
+        let known = sessions.get_mut(&session.number())?;
         known.connection = connection;
         if let Some(before) = known.current.replace(stop) {
             before.cancel();
         }
-        connection
+        Some(connection)
     }
 
     /// Notes that a connection is over; its session ends unless it comes back in time.
@@ -319,9 +320,10 @@ impl Shared {
     /// Waits for something, for as long as a connection and this process go on.
     async fn until_the_end<T>(&self, stop: &Stop, work: impl Future<Output = T>) -> Option<T> {
         tokio::select! {
-            done = work => Some(done),
+            biased;
             () = stop.cancelled() => None,
             () = self.ending.cancelled() => None,
+            done = work => Some(done),
         }
     }
 

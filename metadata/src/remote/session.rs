@@ -40,6 +40,8 @@ type Kept = watch::Receiver<Option<Outcome>>;
 enum Begun {
     Now(watch::Sender<Option<Outcome>>),
     Before(Kept),
+    /// Its mount had said that it knows the answer: it was on its way for long.
+    Never,
 }
 
 /// One mount's session.
@@ -53,13 +55,17 @@ pub(super) struct Session {
 
 /// Of requests that do something, what came of them, until the mount says that it knows.
 #[derive(Debug, Default)]
-struct Answers(Mutex<BTreeMap<u64, Kept>>);
+struct Answers(Mutex<(u64, BTreeMap<u64, Kept>)>);
 
 impl Answers {
     /// Begins a request, unless it was begun before. Those below `oldest` are not asked for again.
     fn begin(&self, id: u64, oldest: u64) -> Begun {
-        let mut answers = self.0.lock();
-        *answers = answers.split_off(&oldest);
+        let (known, answers) = &mut *self.0.lock();
+        *known = oldest.max(*known);
+        *answers = answers.split_off(known);
+        if id < *known {
+            return Begun::Never;
+        }
         if let Some(before) = answers.get(&id) {
             return Begun::Before(before.clone());
         }
@@ -92,30 +98,26 @@ impl Session {
             return self.outcome(request).await;
         }
         Some(match self.answers.begin(id, oldest) {
+            Begun::Never => Err(Error::bug("an answer that had arrived is asked for again").into()),
             Begun::Now(told) => {
                 let outcome = self.outcome(request).await?;
                 told.send_replace(Some(outcome.clone()));
                 outcome
             }
             Begun::Before(mut kept) => {
+                // None where it was given up, as this process lost the volume.
                 let answered = kept.wait_for(Option::is_some).await;
-                let given_up = || Err(Error::bug("a request was given up").into());
-                answered.ok().and_then(|answer| answer.clone()).unwrap_or_else(given_up)
+                answered.ok().and_then(|answer| answer.clone())?
             }
         })
     }
 
     async fn outcome(&self, request: Request) -> Option<Outcome> {
-        let done = async {
-            // What a process says that may not act any more may be untrue.
-            self.tree.regain().await?;
-            let done = asking_as(self.number, self.make(request)).await?;
-            self.tree.regain().await?;
-            Ok::<Answer, Error>(done)
-        };
-        let outcome = done.await.map_err(Failure::from);
-        let is_lost = self.tree.expect_sure().is_err_and(|error| error.kind() == ErrorKind::Conflict);
-        (!is_lost).then_some(outcome)
+        // What a process says that may not act any more may be untrue: another one may have the tree.
+        self.tree.regain().await.ok()?;
+        let outcome = asking_as(self.number, self.make(request)).await.map_err(Failure::from);
+        self.tree.regain().await.ok()?;
+        Some(outcome)
     }
 
     async fn make(&self, request: Request) -> Result<Answer> {
@@ -186,13 +188,22 @@ impl Session {
     }
 
     async fn reopen(&self, open: Vec<InodeId>, held: Vec<InodeId>) -> Result<Vec<InodeId>> {
+        // It may have said so before: what it said then is what it has open now, but for what came since.
+        let mut before = self.tree.opened_by(self.number);
         let mut gone = Vec::new();
         for ino in open {
+            if let Some(at) = before.iter().position(|known| *known == ino) {
+                before.swap_remove(at);
+                continue;
+            }
             match self.tree.opened(ino).await {
                 Ok(()) => {}
                 Err(error) if error.kind() == ErrorKind::NotFound => gone.push(ino),
                 Err(error) => return Err(error),
             }
+        }
+        for ino in before {
+            self.tree.closed(ino).await?;
         }
         self.tree.hold(self.number, &held);
         Ok(gone)
@@ -209,7 +220,7 @@ mod tests {
         let answers = Answers::default();
         let begin = |id, oldest| match answers.begin(id, oldest) {
             Begun::Now(told) => told,
-            Begun::Before(_) => panic!("{id} is new"),
+            Begun::Before(_) | Begun::Never => panic!("{id} is new"),
         };
         let slow = begin(0, 0);
         for id in 1..2 * MOST_KEPT as u64 {
@@ -217,9 +228,10 @@ mod tests {
         }
         let is_known = |id| matches!(answers.begin(id, 0), Begun::Before(_));
         assert!(is_known(0) && is_known(2 * MOST_KEPT as u64 - 1), "one takes long, one is new");
-        assert!(answers.0.lock().len() <= MOST_KEPT && !answers.0.lock().contains_key(&1));
+        assert!(answers.0.lock().1.len() <= MOST_KEPT && !answers.0.lock().1.contains_key(&1));
         slow.send_replace(Some(Ok(Answer::Done)));
         begin(2 * MOST_KEPT as u64, 2 * MOST_KEPT as u64);
-        assert_eq!(answers.0.lock().len(), 1, "its mount knows of all others");
+        assert_eq!(answers.0.lock().1.len(), 1, "its mount knows of all others");
+        assert!(matches!(answers.begin(7, 0), Begun::Never), "it was on its way for long");
     }
 }

@@ -1,8 +1,7 @@
 //! A tree that another process serves, as a [`Tree`].
 
-use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -13,19 +12,17 @@ use forebay_core::{
 use forebay_io::net::secure::Host;
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
-use parking_lot::Mutex;
 use tokio::time::Instant;
 
-use super::link::{Ends, Finder, Link, Listener, Reached};
+use super::link::{Ends, Finder, Link, Reached};
+use super::state::{Shared, unexpected};
 use super::wire::{Answer, Request};
-use crate::records::{Pins, owned_key};
+use crate::records::owned_key;
 use crate::tree::{
-    CloneGuide, Cloned, DirectoryPage, Existing, Lookup, NewInode, OutsideChange, OutsideChanges, Placement,
-    RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode,
+    CloneGuide, Cloned, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges, Placement, RenameMode,
+    SegmentPin, SetAttributes, Statistics, Tree, XattrMode,
 };
 
-/// How often what was changed is made durable; who serves the tree does so every second as well.
-const SYNC_EVERY: Duration = Duration::from_secs(2);
 /// How long a command may take: to check a large volume takes its time.
 const COMMAND: Duration = Duration::from_secs(24 * 3600);
 /// How long what is left is waited for at the end.
@@ -58,103 +55,6 @@ pub struct RemoteTree {
     tasks: TaskGroup,
 }
 
-#[derive(Debug)]
-struct Shared {
-    link: Link,
-    outside: OutsideChanges,
-    /// What is open here, and how often.
-    open: Mutex<HashMap<InodeId, u32>>,
-    /// At whose own paths this mount is.
-    held: Mutex<HashSet<InodeId>>,
-    /// Changes that were answered so far, and how many of them are durable.
-    changes: AtomicU64,
-    synced: AtomicU64,
-    /// Whether a process that served the tree was lost, and changes with it.
-    is_lost: AtomicBool,
-    pins: Arc<Pins>,
-    /// The root, and the counts of the volume, as they were last: who unmounts while nobody serves the tree asks for these first,
-    /// and is not to wait.
-    root: Mutex<Option<Attributes>>,
-    statistics: Mutex<Option<Statistics>>,
-}
-
-impl Shared {
-    /// Makes durable what this mount changed; nothing is asked where there is none.
-    async fn sync(&self) -> Result<()> {
-        let changes = self.changes.load(Ordering::SeqCst);
-        if self.synced.load(Ordering::SeqCst) >= changes {
-            return Ok(());
-        }
-        match self.link.call(Request::Sync).await? {
-            Answer::Done => self.synced.fetch_max(changes, Ordering::SeqCst),
-            _ => return Err(unexpected()),
-        };
-        Ok(())
-    }
-
-    /// All that was changed so far is durable, or lost.
-    fn settle_changes(&self) -> bool {
-        let changes = self.changes.load(Ordering::SeqCst);
-        self.synced.swap(changes, Ordering::SeqCst) < changes
-    }
-
-    /// Syncs every so often, so that little is lost with a process.
-    async fn sync_behind(self: Arc<Self>) {
-        loop {
-            tokio::time::sleep(SYNC_EVERY).await;
-            if let Err(error) = self.sync().await {
-                tracing::debug!(%error, "what was changed last is not durable yet");
-            }
-        }
-    }
-}
-
-impl Listener for Shared {
-    fn link(&self) -> &Link {
-        &self.link
-    }
-
-    fn changed(&self, change: OutsideChange) {
-        self.outside.tell(change);
-    }
-
-    fn missed(&self) {
-        self.outside.tell(OutsideChange::Anything);
-    }
-
-    fn standing(&self) -> Request {
-        let open = self.open.lock();
-        let open = open.iter().flat_map(|(ino, count)| std::iter::repeat_n(*ino, *count as usize)).collect();
-        Request::Reopen(open, self.held.lock().iter().copied().collect())
-    }
-
-    fn reopened(&self, answer: Answer) {
-        if let Answer::Inodes(gone) = answer {
-            let mut open = self.open.lock();
-            for ino in gone {
-                tracing::warn!(%ino, "a file that is open here is gone with the process that served the tree");
-                open.remove(&ino);
-            }
-        }
-    }
-
-    fn ending(&self, is_synced: bool) {
-        if is_synced {
-            self.settle_changes();
-        }
-    }
-
-    fn taken_over(&self) {
-        if self.settle_changes() {
-            self.is_lost.store(true, Ordering::SeqCst);
-        }
-    }
-}
-
-fn unexpected() -> Error {
-    Error::bug("the process that serves the tree answered something else")
-}
-
 /// What an answer is to be.
 macro_rules! expect {
     ($answer:expr, $kind:ident($($value:pat),+) => $result:expr) => {
@@ -179,19 +79,8 @@ impl RemoteTree {
     /// `Unavailable`, with what the last try met, where nobody is found that serves it; `Denied` for another secret.
     pub async fn open(parts: RemoteParts) -> Result<Self> {
         let RemoteParts { volume, host, find, name, first, deadline, rng } = parts;
-        let link = Link::new(Ends { volume, name, host, find, deadline, rng: rng.clone() });
-        let shared = Arc::new(Shared {
-            link,
-            outside: OutsideChanges::default(),
-            open: Mutex::default(),
-            held: Mutex::default(),
-            changes: AtomicU64::new(0),
-            synced: AtomicU64::new(0),
-            is_lost: AtomicBool::new(false),
-            pins: Arc::default(),
-            root: Mutex::default(),
-            statistics: Mutex::default(),
-        });
+        let shared =
+            Arc::new(Shared::new(Link::new(Ends { volume, name, host, find, deadline, rng: rng.clone() })));
         // Of its own: what ends before the tree is closed still asks it.
         let tasks = TaskGroup::new("remote tree");
         tasks.spawn("link", Link::keep(shared.clone(), tasks.clone()));
@@ -260,7 +149,10 @@ impl RemoteTree {
     ) -> Result<Attributes> {
         let committed = match self.call(request).await {
             Err(error) if error.kind() == ErrorKind::Conflict => {
-                self.is_committed(ino, expected, layout).await?.ok_or(error)?
+                let committed = self.is_committed(ino, expected, layout).await?.ok_or(error)?;
+                // Who was asked twice still takes this mount to be at it.
+                self.done(Request::Settle(ino)).await?;
+                committed
             }
             answer => expect!(answer?, Attributes(attributes) => attributes)?,
         };
@@ -383,9 +275,9 @@ impl Tree for RemoteTree {
     }
 
     async fn closed(&self, ino: InodeId) -> Result<()> {
-        let is_last = {
+        let (is_last, standing) = {
             let mut open = self.shared.open.lock();
-            match open.get_mut(&ino) {
+            let is_last = match open.get_mut(&ino) {
                 Some(count) if *count > 1 => {
                     *count -= 1;
                     false
@@ -393,18 +285,19 @@ impl Tree for RemoteTree {
                 Some(_) => open.remove(&ino).is_some(),
                 // It was gone with a process that served the tree.
                 None => return Ok(()),
-            }
+            };
+            (is_last, self.shared.standings.load(Ordering::SeqCst))
         };
         if is_last {
             self.end_hold(ino);
         }
         if self.reached().is_some() {
-            return self.done(Request::Closed(ino)).await;
+            return self.shared.close(ino, standing).await;
         }
         // Told to whoever serves the tree next, or still does: nobody waits for that.
         let shared = self.shared.clone();
         self.tasks.spawn("closed", async move {
-            if let Err(error) = shared.link.call(Request::Closed(ino)).await {
+            if let Err(error) = shared.close(ino, standing).await {
                 tracing::debug!(%ino, %error, "nobody was told that a file was closed");
             }
         });
@@ -509,12 +402,6 @@ impl Tree for RemoteTree {
     }
 
     async fn sync(&self) -> Result<()> {
-        if self.shared.is_lost.swap(false, Ordering::SeqCst) {
-            let fact =
-                "the process that served the tree was lost, and with it what was changed in its last second";
-            return Err(Error::new(ErrorKind::Unavailable, fact)
-                .with_hint("look at what was made or changed last: closed files that are there are whole"));
-        }
         self.shared.sync().await
     }
 
@@ -558,6 +445,24 @@ impl Tree for RemoteTree {
 }
 
 impl RemoteTree {
+    /// How often changes of this mount were lost with a process that served the tree.
+    pub fn losses(&self) -> u64 {
+        self.shared.losses.load(Ordering::SeqCst)
+    }
+
+    /// What others changed so far, as this mount heard of it.
+    pub fn heard(&self) -> u64 {
+        self.shared.heard.load(Ordering::SeqCst)
+    }
+
+    /// Whether names of a directory may have been lost of late, once for each that asks; 0 for the volume as a whole.
+    ///
+    /// # Errors
+    /// `Unavailable` where they may.
+    pub fn tell_loss(&self, directory: InodeId) -> Result<()> {
+        self.shared.tell_loss(directory)
+    }
+
     /// Has a command of people carried out where the tree is.
     ///
     /// # Errors

@@ -249,8 +249,15 @@ impl LocalTree {
             }
         }
         if !self.shared.guests.expected().is_empty() {
-            let counters = self.look(|look| look.counters()).await?;
-            self.shared.first_ino.store(counters.next_ino + NUMBERS_LOST, Ordering::Relaxed);
+            // Before any is given out: the next process to be lost may lose what it had given out as well.
+            let skip = |change: &mut Change<'_, '_>| {
+                let mut counters = change.counters()?;
+                counters.next_ino += NUMBERS_LOST;
+                change.put(change.keys().counters(), counters.encode())?;
+                Ok(counters.next_ino)
+            };
+            let first = self.transact(Durability::Durable, skip).await?;
+            self.shared.first_ino.store(first, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -316,6 +323,11 @@ impl LocalTree {
     /// Hears what others than a session change.
     pub(crate) fn listen_as(&self, session: u64) -> OutsideListener {
         self.shared.outside.listen_as(session)
+    }
+
+    /// What a session has open, as often as it has.
+    pub(crate) fn opened_by(&self, session: u64) -> Vec<InodeId> {
+        self.shared.guests.opened_by(session)
     }
 
     /// Notes that a session is at these files' own paths, as it was when the process before served it.

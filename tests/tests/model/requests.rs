@@ -170,7 +170,7 @@ impl Calls for Layer {
     fn sync(&mut self, file: usize) -> Called<()> {
         let at = self.at(file);
         match at.folder {
-            true => self.ask(self.fs.sync_directory()),
+            true => self.ask(self.fs.sync_directory(at.ino)),
             false => self.ask(self.fs.sync_file(at.handle)),
         }
     }

@@ -1,7 +1,10 @@
 //! Reading: what is at hand, and what has to be looked for as it was moved meanwhile.
 
+use std::sync::atomic::Ordering::SeqCst;
+
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Piece, Result, Source};
+use forebay_metadata::remote::RemoteTree;
 use forebay_metadata::tree::LocalTree;
 
 use super::OpenInode;
@@ -12,6 +15,9 @@ impl OpenInode {
     ///
     /// [`Fetch::now`]: crate::fetch::Fetch::now
     pub(crate) fn read_now(&self, offset: u64, length: u64, may_block: bool) -> Option<Bytes> {
+        if self.is_behind.load(SeqCst) {
+            return None;
+        }
         let pieces = self.look(|content| {
             content.readable().then(|| content.layout().pieces(offset..offset.saturating_add(length)))
         })?;
@@ -23,6 +29,9 @@ impl OpenInode {
     /// # Errors
     /// `Stale` when an outsider replaced or deleted the object and no cached copy is left.
     pub(crate) async fn read(&self, offset: u64, length: u64) -> Result<Bytes> {
+        if self.is_behind.load(SeqCst) {
+            self.catch_up_with_others().await;
+        }
         let range = offset..offset.saturating_add(length);
         let mut last: Option<(Vec<Piece>, Error)> = None;
         let mut has_caught_up = false;
@@ -88,7 +97,24 @@ impl OpenInode {
     /// Shows what other mounts wrote, unless something is being written here, which goes over that when it is committed. What
     /// was committed here and is not in the tree any more was lost with the process that served that: each handle is told.
     pub(crate) async fn catch_up_with_others(&self) {
+        // Before it is looked at: what comes after that sets it again.
+        self.is_behind.store(true, SeqCst);
         let Ok(_turn) = self.writer.try_lock() else { return };
+        self.is_behind.store(false, SeqCst);
+        self.compare(false).await;
+    }
+
+    /// The same once for each time that a process was lost which served the tree, however long that takes.
+    pub(crate) async fn check_losses(&self) {
+        let Some(losses) = self.store.tree.remote().map(RemoteTree::losses) else { return };
+        if self.losses.swap(losses, SeqCst) != losses {
+            let _turn = self.writer.lock().await;
+            self.compare(true).await;
+        }
+    }
+
+    /// Takes over what the tree has. The caller has the turn. After a loss a file that is not there is lost as well.
+    async fn compare(&self, is_loss: bool) {
         let is_written = |content: &Content| content.modified().is_some() || !content.readable();
         if self.look(is_written) || self.is_retired() {
             return;
@@ -97,20 +123,26 @@ impl OpenInode {
             Ok(found) => found,
             Err(error) => {
                 tracing::debug!(ino = %self.ino, %error, "an open file is shown as it was");
+                match is_loss && error.kind() == ErrorKind::NotFound {
+                    true => self.record_failure(lost()),
+                    false => self.is_behind.store(true, SeqCst),
+                }
                 return;
             }
         };
         let mut content = self.content.write();
         let known = content.generation();
-        if content.modified().is_some() || known == generation {
+        if content.modified().is_some() {
             return;
+        }
+        if known == generation {
+            // Elsewhere by now, or, after a loss, what another mount made of it.
+            return content.follow(layout);
         }
         *content = Content::committed(layout, generation);
         drop(content);
         if generation < known {
-            let fact =
-                "the file was written, and lost before it was synced, with the process that served the tree";
-            let error = Error::new(ErrorKind::Unavailable, fact);
+            let error = lost();
             tracing::error!(ino = %self.ino, %error, "lost written bytes");
             self.record_failure(error);
         }
@@ -126,6 +158,11 @@ impl OpenInode {
         }
         Ok(())
     }
+}
+
+fn lost() -> Error {
+    let fact = "the file was written, and lost before it was synced, with the process that served the tree";
+    Error::new(ErrorKind::Unavailable, fact)
 }
 
 /// The error of a read whose bytes are nowhere: those that a host staged may still be there.

@@ -1,10 +1,13 @@
 //! A volume that other mounts write to as well.
 
-use forebay_core::InodeId;
+use forebay_core::{InodeId, Result};
 use forebay_metadata::volume_file::LeaseState;
 
 use super::Volume;
 use crate::joining::Sharing;
+
+/// In the place of a directory, for who syncs all of a volume.
+pub(super) const ALL: InodeId = InodeId(0);
 
 impl Volume {
     /// Whether other mounts may write to it as well.
@@ -47,5 +50,23 @@ impl Volume {
     fn taken_over(&self) -> Option<Sharing> {
         let held = self.standby.lock().as_ref()?.held()?;
         held.server.as_ref().map(Sharing::of_server)
+    }
+
+    /// Whether names of a directory may have been lost with a process that served the tree, once for each.
+    pub(super) fn tell_loss(&self, directory: InodeId) -> Result<()> {
+        self.tree().remote().map_or(Ok(()), |tree| tree.tell_loss(directory))
+    }
+
+    /// fsync(2) of a directory.
+    ///
+    /// # Errors
+    /// `Unavailable` past the deadline, and once where names may have been lost with the process that served the tree.
+    pub async fn sync_directory(&self, ino: InodeId) -> Result<()> {
+        self.store.sync_tree().await.and(self.tell_loss(ino))
+    }
+
+    /// Returns when every name and attribute answered so far is in the bucket; `Unavailable` past the deadline.
+    pub async fn sync_names(&self) -> Result<()> {
+        self.store.sync_tree().await
     }
 }

@@ -208,7 +208,7 @@ async fn what_was_taken_before_an_error_is_listed() {
     let volume = over(engine.clone(), &Bucket::in_memory(), false, WriteSettings::default()).await;
     let fs = FileSystem::new(volume, policy(false), Clock::system());
     let ino = filled(&fs, 300).await;
-    fs.sync_directory().await.expect("synced");
+    fs.sync_directory(ROOT).await.expect("synced");
     let handle = fs.open_directory().expect("opendir");
     let (mut names, mut last) = (Vec::new(), 0);
     let take = |number, entry: &crate::fs::Listed| {
@@ -235,12 +235,12 @@ async fn syncing_a_directory_ends_at_the_deadline() {
     let write = WriteSettings { deadline_ms: 300, ..WriteSettings::default() };
     let fs =
         FileSystem::new(over(Arc::new(engine), &bucket, false, write).await, policy(false), Clock::system());
-    assert_eq!(fs.sync_directory().await, Ok(()));
+    assert_eq!(fs.sync_directory(ROOT).await, Ok(()));
     fs.make_directory(CALLER, ROOT, b"d", 0o755).await.expect("mkdir");
     faults.set_down(true);
-    let limited = tokio::time::timeout(Duration::from_secs(60), fs.sync_directory());
+    let limited = tokio::time::timeout(Duration::from_secs(60), fs.sync_directory(ROOT));
     fails(limited.await.expect("no hang"), libc::EIO);
     faults.set_down(false);
     // The tree tries again at its own pace.
-    while fs.sync_directory().await.is_err() {}
+    while fs.sync_directory(ROOT).await.is_err() {}
 }

@@ -32,7 +32,7 @@ async fn a_dataset_mount_refuses_changes() {
     fails(fs.rename(CALLER, (ROOT, b"one"), (ROOT, b"two"), 0).await, libc::EROFS);
     let size = crate::fs::Change { size: Some(0), ..Default::default() };
     fails(fs.set_attributes(ino, size, true).await, libc::EROFS);
-    assert_eq!(fs.sync_directory().await, Ok(()), "there is nothing to sync");
+    assert_eq!(fs.sync_directory(ROOT).await, Ok(()), "there is nothing to sync");
     let space = fs.space().await.expect("statfs");
     assert_eq!((space.free_bytes, space.free_inodes), (0, 0));
 }

@@ -329,8 +329,10 @@ async fn mounts_go_on_with_who_takes_the_tree_over() {
     assert!(matches!(looked.expect("answered by the next one"), Lookup::Found(found) if found.ino == open));
     // It is told once that something is lost, whose number is nobody else's.
     assert_eq!(kind_of(guest.attributes(forgotten).await), ErrorKind::NotFound);
-    assert_eq!(kind_of(guest.sync().await), ErrorKind::Unavailable);
-    guest.sync().await.expect("told once");
+    assert_eq!(guest.losses(), 1);
+    assert_eq!(kind_of(guest.tell_loss(ROOT)), ErrorKind::Unavailable);
+    guest.tell_loss(ROOT).expect("told once");
+    guest.sync().await.expect("what is not lost");
     let next = create(&*served.tree, "next").await;
     assert!(next.0 > forgotten.0 + 1000, "{next} may be taken for {forgotten}");
     // What was open is, and what was being written still may be.
