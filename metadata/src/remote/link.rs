@@ -21,8 +21,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::serve::{SILENCE, speak_with};
 use super::wire::{
-    Answer, Failure, Hello, Request, Standing, ToGuest, ToServer, Twice, Welcome, encode, hear_in_time,
-    time_for,
+    Answer, Failure, Hello, Request, Standing, ToGuest, ToServer, Twice, Welcome, encode, hear, time_for,
 };
 use crate::tree::OutsideChange;
 
@@ -294,7 +293,7 @@ impl Link {
         let hello =
             Hello { volume: self.volume, session: self.session(), is_new: *is_new, name: self.name.clone() };
         say(&mut stream, &ToServer::Hello(hello)).await?;
-        let welcome = match hear_in_time(&mut stream, SILENCE).await? {
+        let welcome = match hear(&mut stream, SILENCE).await? {
             Some(ToGuest::Welcome(welcome)) => welcome,
             Some(ToGuest::Refused(failure)) => return Err(failure.into()),
             _ => {
@@ -328,7 +327,7 @@ impl Link {
         };
         say(&mut stream, &ToServer::Ask { id, oldest: 0, request: standing }).await?;
         loop {
-            match hear_in_time(&mut stream, SILENCE).await? {
+            match hear(&mut stream, SILENCE).await? {
                 Some(ToGuest::Answer { id: answered, outcome }) if answered == id => {
                     listener.reopened(outcome.map_err(Error::from)?);
                     return Ok((stream, welcome));
@@ -400,7 +399,7 @@ impl Link {
 
     async fn hear_all(&self, stream: &mut (impl AsyncRead + Unpin), listener: &dyn Listener) -> Result<()> {
         loop {
-            match hear_in_time(stream, SILENCE).await? {
+            match hear(stream, SILENCE).await? {
                 None => return Ok(()),
                 Some(ToGuest::Ending(is_synced)) => {
                     listener.ending(is_synced);

@@ -18,7 +18,7 @@ use tokio::sync::{Notify, Semaphore, mpsc};
 use tokio::time::{sleep, timeout};
 
 use super::session::{Command, Commands, Session};
-use super::wire::{Hello, Standing, ToGuest, ToServer, Welcome, encode, hear, hear_in_time, time_for};
+use super::wire::{Hello, Standing, ToGuest, ToServer, Welcome, encode, hear, time_for};
 use crate::tree::{LocalTree, OutsideChange, Tree};
 
 /// How often either side says that it lives.
@@ -195,7 +195,7 @@ impl Server {
 impl Shared {
     async fn serve(self: &Arc<Self>, stream: Stream) -> Result<()> {
         let (mut hearing, mut saying) = tokio::io::split(stream);
-        let heard = timeout(SILENCE, hear(&mut hearing)).await.map_err(|_| silent())??;
+        let heard = hear(&mut hearing, SILENCE).await?;
         let Some(ToServer::Hello(hello)) = heard else {
             return Err(Error::corrupt("a mount does not say who it is"));
         };
@@ -343,7 +343,7 @@ impl Shared {
             let place = places.clone().acquire_owned();
             let Some(place) = self.until_the_end(&stop, place).await else { return Ok(Heard::Cut) };
             let place = place.map_err(|_| Error::bug("a semaphore was closed"))?;
-            let hearing = hear_in_time(stream, SILENCE);
+            let hearing = hear(stream, SILENCE);
             let Some(heard) = self.until_the_end(&stop, hearing).await else { return Ok(Heard::Cut) };
             let (id, oldest, request) = match heard? {
                 None => return Ok(Heard::End),

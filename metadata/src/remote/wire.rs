@@ -371,26 +371,13 @@ pub(super) fn encode(message: &impl Message) -> Result<Bytes> {
     Ok(frame.freeze())
 }
 
-/// The next message; none where the other side has ended the stream.
+/// The next message; none where the other side has ended the stream. That says something at least every so often: what is long may
+/// take its time.
 ///
 /// # Errors
-/// `Corrupt` for what is no message; what the stream says.
-pub(super) async fn hear<M: Message>(stream: &mut (impl AsyncRead + Unpin)) -> Result<Option<M>> {
-    let mut length = [0; 4];
-    match stream.read_exact(&mut length).await {
-        Ok(_) => {}
-        Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
-        Err(error) => return Err(error.into()),
-    }
-    let length = u32::from_le_bytes(length) as usize;
-    hear_body(stream, length).await
-}
-
-/// The same where the other side says something at least every so often: what is long may take its time.
-///
-/// # Errors
-/// `Unavailable` where it says nothing, or less than a mebibyte a second.
-pub(super) async fn hear_in_time<M: Message>(
+/// `Unavailable` where it says nothing for that long, or less than a mebibyte a second; `Corrupt` for what is no message; what the
+/// stream says.
+pub(super) async fn hear<M: Message>(
     stream: &mut (impl AsyncRead + Unpin),
     silence: Duration,
 ) -> Result<Option<M>> {
@@ -431,8 +418,10 @@ mod tests {
 
     use super::*;
 
+    const SECOND: Duration = Duration::from_secs(1);
+
     async fn back<M: Message>(message: &M) -> Result<Option<M>> {
-        hear(&mut &encode(message).expect("short enough")[..]).await
+        hear(&mut &encode(message).expect("short enough")[..], SECOND).await
     }
 
     fn layout(length: u64) -> FileLayout {
@@ -524,12 +513,12 @@ mod tests {
     async fn what_is_no_message_is_refused() {
         let said = encode(&ToServer::Ask { id: 9, oldest: 4, request: Request::Sync }).expect("short");
         for cut in 1..said.len() {
-            let heard: Option<ToServer> = hear(&mut &said[..cut]).await.expect("cut off is an end");
+            let heard: Option<ToServer> = hear(&mut &said[..cut], SECOND).await.expect("cut off is an end");
             assert!(heard.is_none(), "{cut}");
         }
         let long = u32::try_from(LONGEST + 1).expect("fits").to_le_bytes();
         let refused = |frame: Vec<u8>| async move {
-            hear::<ToServer>(&mut &frame[..]).await.expect_err("refused").kind()
+            hear::<ToServer>(&mut &frame[..], SECOND).await.expect_err("refused").kind()
         };
         assert_eq!(refused(long.to_vec()).await, ErrorKind::Corrupt);
         assert_eq!(refused([&[1, 0, 0, 0][..], &[200]].concat()).await, ErrorKind::Corrupt);
