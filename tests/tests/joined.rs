@@ -176,6 +176,41 @@ fn open_files_show_what_other_hosts_wrote_and_outlive_their_names() {
     }
 }
 
+/// What one host's kernel still knows when another one has removed it or made it anew.
+///
+/// Promise S73: A name that one mount made is found by the others at once
+#[test]
+fn what_was_removed_elsewhere_is_made_anew_and_what_was_made_anew_is_found() {
+    if !require_fuse("what_was_removed_elsewhere_is_made_anew_and_what_was_made_anew_is_found") {
+        return;
+    }
+    let hosts = Hosts::of_folder();
+    let mounts = [hosts.mount("one", &[]), hosts.mount("other", &[])];
+    for round in 0..60 {
+        let (here, there) = (mounts[round % 2].path(), mounts[1 - round % 2].path());
+        let (file, folder) = (here.join("file"), here.join("folder"));
+        fs::write(&file, "old").expect("made");
+        fs::create_dir(&folder).expect("made");
+        fs::write(folder.join("in"), "old").expect("made");
+        assert!(file.metadata().expect("known").is_file() && folder.join("in").exists());
+        // Each of these is told a moment later.
+        fs::remove_file(there.join("file")).expect("removed");
+        fs::write(&file, "new").expect("a file is made where one was");
+        fs::remove_dir_all(there.join("folder")).expect("removed");
+        fs::create_dir(there.join("folder")).expect("made anew");
+        fs::write(folder.join("in"), "new").expect("a file is made in the directory that is there");
+        assert_eq!(fs::read_to_string(there.join("file")).expect("found"), "new");
+        assert_eq!(fs::read_to_string(there.join("folder/in")).expect("found"), "new");
+        fs::rename(there.join("file"), there.join("folder/moved")).expect("moved");
+        fs::rename(there.join("folder"), there.join("elsewhere")).expect("moved");
+        fs::create_dir(there.join("folder")).expect("made anew");
+        fs::remove_dir_all(there.join("elsewhere")).expect("removed");
+        wait_for("what was moved to be gone", || !folder.join("in").exists() && !file.exists());
+        fs::remove_dir(&folder).expect("the one that is there is removed");
+        wait_for("its end", || !there.join("folder").exists());
+    }
+}
+
 /// Programs that know nothing of it, each on its own host, in one directory.
 ///
 /// Promise S72: With `--join-secret` any number of mounts write to one volume

@@ -226,14 +226,14 @@ impl Filesystem for Dispatch {
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let name = bytes(name);
         self.run("unlink", parent, |fs| async move {
-            replies::empty(reply, fs.unlink(convert::inode(parent), &name).await);
+            replies::renamed(reply, fs.unlink(convert::inode(parent), &name).await);
         });
     }
 
     fn rmdir(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let name = bytes(name);
         self.run("rmdir", parent, |fs| async move {
-            replies::empty(reply, fs.remove_directory(convert::inode(parent), &name).await);
+            replies::renamed(reply, fs.remove_directory(convert::inode(parent), &name).await);
         });
     }
 
@@ -251,7 +251,7 @@ impl Filesystem for Dispatch {
         self.run("rename", parent, |fs| async move {
             let (from, to) =
                 ((convert::inode(parent), from.as_slice()), (convert::inode(new_parent), to.as_slice()));
-            replies::empty(reply, fs.rename(caller, from, to, flags.bits()).await);
+            replies::renamed(reply, fs.rename(caller, from, to, flags.bits()).await);
         });
     }
 

@@ -22,7 +22,17 @@ pub(super) fn handle(handle: FileHandle) -> Handle {
     Handle(handle.0)
 }
 
+/// What the kernel is told. It names inodes, not paths, so that one which is not there any more is gone: upon ESTALE it looks
+/// the path up anew, where ENOENT would end in a program that makes a file. A miss is an answer, and no error.
 pub(super) fn errno(errno: Errno) -> fuser::Errno {
+    match errno {
+        Errno(libc::ENOENT) => fuser::Errno::ESTALE,
+        other => named(other),
+    }
+}
+
+/// The same for what names an entry, which may be the one that is missing.
+pub(super) fn named(errno: Errno) -> fuser::Errno {
     fuser::Errno::from_i32(errno.0)
 }
 

@@ -27,6 +27,14 @@ pub(super) fn empty(reply: ReplyEmpty, result: FsResult<()>) {
     }
 }
 
+/// For what names entries.
+pub(super) fn renamed(reply: ReplyEmpty, result: FsResult<()>) {
+    match result {
+        Ok(()) => reply.ok(),
+        Err(errno) => reply.error(convert::named(errno)),
+    }
+}
+
 pub(super) fn entry(reply: ReplyEntry, ttl: Duration, result: FsResult<Attributes>) {
     found(reply, ttl, result.map(Some));
 }

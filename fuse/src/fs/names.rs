@@ -1,7 +1,7 @@
 //! Operations on names: mkdir, mknod, symlink, link, unlink, rmdir, rename, readlink.
 
 use bytes::Bytes;
-use forebay_core::{Attributes, FileKind, InodeId};
+use forebay_core::{Attributes, ErrorKind, FileKind, InodeId, Result};
 use forebay_metadata::tree::{Existing, NewInode, RenameMode};
 
 use super::FileSystem;
@@ -87,12 +87,12 @@ impl FileSystem {
 
     /// Removes a name of something that is not a directory.
     pub async fn unlink(&self, parent: InodeId, name: &[u8]) -> FsResult<()> {
-        Ok(self.volume.unlink(parent, name).await?)
+        self.name_changed(&[parent], self.volume.unlink(parent, name).await).await
     }
 
     /// Removes an empty directory.
     pub async fn remove_directory(&self, parent: InodeId, name: &[u8]) -> FsResult<()> {
-        Ok(self.volume.tree().remove_directory(parent, name).await?)
+        self.name_changed(&[parent], self.volume.tree().remove_directory(parent, name).await).await
     }
 
     /// Moves or exchanges names; `flags` are renameat2's. Anything but its combinations is EINVAL.
@@ -112,7 +112,23 @@ impl FileSystem {
             WHITEOUT_NOREPLACE => RenameMode::Whiteout { uid, gid, may_replace: false },
             _ => return Err(Errno(libc::EINVAL)),
         };
-        Ok(self.volume.rename(from, to, mode).await?)
+        self.name_changed(&[from.0, to.0], self.volume.rename(from, to, mode).await).await
+    }
+
+    /// What came of a change of names in these directories.
+    ///
+    /// # Errors
+    /// ESTALE where a directory is gone, as another host may have removed it; ENOENT where a name is.
+    async fn name_changed(&self, directories: &[InodeId], outcome: Result<()>) -> FsResult<()> {
+        let Err(failure) = outcome else { return Ok(()) };
+        if failure.kind() == ErrorKind::NotFound {
+            for directory in directories {
+                if self.attributes_inside(*directory).await == Err(Errno(libc::ENOENT)) {
+                    return Err(Errno(libc::ESTALE));
+                }
+            }
+        }
+        Err(failure.into())
     }
 
     /// Target of a symlink.

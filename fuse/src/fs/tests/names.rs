@@ -91,8 +91,12 @@ async fn directories_refuse_what_would_lose_names() {
     fails(fs.rename(CALLER, (directory, b"f"), (ROOT, b"e"), 0).await, libc::EISDIR);
     fails(fs.remove_directory(directory, b"f").await, libc::ENOTDIR);
     fails(fs.unlink(ROOT, b"none").await, libc::ENOENT);
+    // As another host may have done, so that the kernel looks for the directory that is there by now.
     fs.unlink(directory, b"f").await.expect("unlink");
     fs.remove_directory(ROOT, b"d").await.expect("rmdir");
+    fails(fs.unlink(directory, b"f").await, libc::ESTALE);
+    fails(fs.remove_directory(directory, b"f").await, libc::ESTALE);
+    fails(fs.rename(CALLER, (ROOT, b"e"), (directory, b"e"), 0).await, libc::ESTALE);
 }
 
 #[tokio::test]
