@@ -1,4 +1,4 @@
-//! The client of the read scenarios: plain threads that open, read and close files.
+//! The client of the read scenarios: plain threads that open, read and close files, or look at all of them.
 
 use std::fs::File;
 use std::io::Read;
@@ -30,6 +30,16 @@ pub fn read_all(paths: &[PathBuf], threads: usize) -> Result<f64> {
 /// Reads one file front to back in pieces of 1 MiB; returns the bytes read.
 pub fn read_one(path: &Path) -> Result<f64> {
     Ok(read(path, &mut vec![0; 1 << 20])? as f64)
+}
+
+/// Looks at everything below a folder as `ls -lR` does; returns the files found.
+pub fn walk(folder: &Path) -> Result<f64> {
+    let mut files = 0.0;
+    for entry in std::fs::read_dir(folder)? {
+        let entry = entry?;
+        files += if entry.metadata()?.is_dir() { walk(&entry.path())? } else { 1.0 };
+    }
+    Ok(files)
 }
 
 fn read(path: &Path, buffer: &mut [u8]) -> Result<u64> {

@@ -14,6 +14,11 @@ pub(super) fn mib_a_second(sample: &Sample) -> f64 {
     sample.amount / MIB / sample.seconds
 }
 
+/// What was counted, a second.
+pub(super) fn a_second(sample: &Sample) -> f64 {
+    sample.amount / sample.seconds
+}
+
 /// Of client and daemon together, where `amount` is bytes.
 pub(super) fn cpu_a_gib(sample: &Sample) -> f64 {
     (sample.client_cpu + sample.daemon_cpu) / (sample.amount / GIB)

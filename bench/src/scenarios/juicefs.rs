@@ -1,13 +1,13 @@
 //! Beside JuiceFS: the same work on a mount of each, with the defaults of both, over the same store.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, ensure};
 
-use super::common::{GIB, LINK, cpu_a_gib, mib_a_second, over_link};
+use super::common::{GIB, LINK, a_second, cpu_a_gib, mib_a_second, over_link};
 use super::write::{SMALL_BYTES, SMALL_IN_FLIGHT, write_large, write_small};
 use crate::context::{Context, PART, names, noise, shuffled};
-use crate::epoch::{read_all, read_one};
+use crate::epoch::{read_all, read_one, walk};
 use crate::juicefs::JuiceFs;
 use crate::mounted::{Mounted, Mounting};
 use crate::report::{Aim, Row};
@@ -156,18 +156,4 @@ fn readings(mounted: &Mounted) -> Result<Readings> {
     let all = (SET_FILES * SET_BYTES) as f64;
     ensure!(first.amount == all && second.amount == all, "{} bytes were read", first.amount);
     Ok([walked, first, second, large])
-}
-
-/// Looks at everything below a folder as `ls -lR` does; returns the files found.
-fn walk(folder: &Path) -> Result<f64> {
-    let mut files = 0.0;
-    for entry in std::fs::read_dir(folder)? {
-        let entry = entry?;
-        files += if entry.metadata()?.is_dir() { walk(&entry.path())? } else { 1.0 };
-    }
-    Ok(files)
-}
-
-fn a_second(sample: &Sample) -> f64 {
-    sample.amount / sample.seconds
 }

@@ -11,6 +11,7 @@ mod memory;
 mod checkpoint;
 mod hosts;
 mod peers;
+mod joined;
 
 use anyhow::Result;
 
@@ -35,6 +36,7 @@ pub const SCENARIOS: &[Scenario] = &[
     Scenario { name: "checkpoint", run: checkpoint::run },
     Scenario { name: "hosts", run: hosts::run },
     Scenario { name: "peers", run: peers::run },
+    Scenario { name: "joined", run: joined::run },
     Scenario { name: "juicefs", run: juicefs::run },
     Scenario { name: "memory", run: memory::run },
 ];
