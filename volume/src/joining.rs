@@ -207,6 +207,8 @@ pub enum Sharing {
         server: Option<String>,
         /// How often it was found again.
         reconnects: u64,
+        /// What was asked of the tree so far.
+        requests: u64,
     },
 }
 
@@ -231,6 +233,7 @@ impl Sharing {
         Self::Joins {
             server: reached.map(|reached| reached.address.to_string()),
             reconnects: reached.map_or(0, times),
+            requests: tree.requests(),
         }
     }
 }

@@ -5,20 +5,19 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use forebay_cache::Blocks;
-use forebay_core::{Attributes, BlockKey, Error, ErrorKind, FileKind, FileLayout, InodeId, Result, VolumeId};
+use forebay_core::{Attributes, BlockKey, Error, ErrorKind, FileKind, InodeId, Result, VolumeId};
 use forebay_io::clock::Clock;
 use forebay_io::mem::Budget;
 use forebay_io::object::Bucket;
 use forebay_io::task::TaskGroup;
-use forebay_metadata::remote::{RemoteTree, Server};
-use forebay_metadata::tree::{DirectoryPage, Existing, LocalTree, Lookup, NewInode, SetAttributes, Tree};
+use forebay_metadata::remote::Server;
+use forebay_metadata::tree::{DirectoryPage, LocalTree, Lookup, SetAttributes, Tree};
 use forebay_metadata::volume_file::Claim;
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
 use crate::content::Content;
 use crate::fetch::Fetch;
-use crate::file::{Access, File};
 use crate::inode::OpenInode;
 use crate::prefetch::directory::Walks;
 use crate::prefetch::{PrefetchSettings, Readers};
@@ -32,6 +31,7 @@ use table::OpenTable;
 
 mod ahead;
 mod names;
+mod opening;
 mod sharing;
 mod table;
 
@@ -297,47 +297,6 @@ impl Volume {
         truncated.and(released)
     }
 
-    /// Opens a file.
-    pub async fn open(self: &Arc<Self>, ino: InodeId, access: Access) -> Result<Arc<File>> {
-        let inode = self.acquire(ino).await?;
-        let file = Arc::new(File::new(inode.clone(), self.clone(), access));
-        if access.truncate
-            && access.write
-            && inode.look(|content| content.size()) > 0
-            && let Err(error) = inode.truncate(0).await
-        {
-            // There is no handle that would do this.
-            inode.leave_writer();
-            if let Err(error) = self.release(&inode, true).await {
-                tracing::warn!(%ino, %error, "could not close what could not be emptied");
-            }
-            return Err(error);
-        }
-        Ok(file)
-    }
-
-    /// Makes a file under a name, or takes the one there, and opens it.
-    pub async fn create(
-        self: &Arc<Self>,
-        parent: InodeId,
-        name: &[u8],
-        new: NewInode,
-        existing: Existing,
-        access: Access,
-    ) -> Result<(Attributes, Arc<File>)> {
-        let (attributes, fresh) = self.store.tree.create(parent, name, new, existing).await?;
-        // A new file is committed at its close, even if it was made for reading only.
-        let access = Access { write: access.write || fresh, ..access };
-        let file = self.open(attributes.ino, access).await?;
-        if fresh
-            && attributes.kind == FileKind::File
-            && let Some(inode) = self.find_open(attributes.ino)
-        {
-            inode.touch();
-        }
-        Ok((self.shown(attributes, self.gone()).await?, file))
-    }
-
     /// Everything written and changed so far is in the bucket on return, but for what was lost before: that is for those
     /// who wrote it.
     pub async fn sync(&self) -> Result<()> {
@@ -484,52 +443,9 @@ impl Volume {
         Left::Counted
     }
 
-    /// The shared state of an open inode with one more handle.
-    pub(crate) async fn acquire(&self, ino: InodeId) -> Result<Arc<OpenInode>> {
-        // First, so that there is no handle to take back where the tree refuses.
-        self.store.tree.opened(ino).await?;
-        let open = self.open.lock().add_handle(ino, || None);
-        if let Some(inode) = open {
-            self.renew(ino).await;
-            return Ok(inode);
-        }
-        let heard = || self.store.tree.remote().map(RemoteTree::heard);
-        loop {
-            let (gone, heard_before) = (self.gone(), heard());
-            let found = match self.store.tree.layout(ino).await {
-                Ok(found) => found,
-                Err(error) => {
-                    self.store.tree.closed(ino).await?;
-                    return Err(error);
-                }
-            };
-            if let Some(inode) = self.adopt(ino, found, gone) {
-                if heard_before.is_none() || heard() != heard_before {
-                    // What was told between the two found nobody.
-                    self.renew(ino).await;
-                }
-                return Ok(inode);
-            }
-        }
-    }
-
     /// How many inodes were open and are not any more.
     pub(crate) fn gone(&self) -> u64 {
         self.open.lock().gone()
-    }
-
-    /// The inode with one more handle, as the tree had it after `gone` were closed. `None` if it was closed since: it may have
-    /// been brought elsewhere, and what the layout names be deleted.
-    pub(crate) fn adopt(
-        &self,
-        ino: InodeId,
-        (layout, generation): (FileLayout, u64),
-        gone: u64,
-    ) -> Option<Arc<OpenInode>> {
-        let mut open = self.open.lock();
-        let is_old = open.is_gone_since(ino, gone);
-        let fresh = || Arc::new(OpenInode::new(ino, self.store.clone(), layout, generation));
-        open.add_handle(ino, || (!is_old).then(fresh))
     }
 
     /// How many handles of an inode are open here.

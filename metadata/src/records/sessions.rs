@@ -96,6 +96,11 @@ impl Guests {
         Some(is_last)
     }
 
+    /// Whether a session has an inode open.
+    pub(crate) fn has_open(&self, session: u64, ino: InodeId) -> bool {
+        self.openers.lock().contains_key(&(session, ino))
+    }
+
     /// What a session has open, as often as it does.
     pub(crate) fn opened_by(&self, session: u64) -> Vec<InodeId> {
         let openers = self.openers.lock();

@@ -48,6 +48,8 @@ pub struct Reached {
 pub(super) trait Listener: Send + Sync + 'static {
     /// The link.
     fn link(&self) -> &Link;
+    /// What was answered to a request that is still waited for, before who asked hears it.
+    fn answered(&self, request: &Request, answer: &Answer);
     /// What others changed.
     fn changed(&self, change: OutsideChange);
     /// Anything may have changed.
@@ -128,6 +130,11 @@ impl Link {
             session,
             came: Notify::new(),
         }
+    }
+
+    /// Requests that were asked so far.
+    pub(super) fn requests(&self) -> u64 {
+        self.line.lock().next
     }
 
     pub(super) fn session(&self) -> u64 {
@@ -406,7 +413,7 @@ impl Link {
                     return Ok(());
                 }
                 Some(ToGuest::Alive) => {}
-                Some(ToGuest::Answer { id, outcome }) => self.answered(id, outcome),
+                Some(ToGuest::Answer { id, outcome }) => self.answered(id, outcome, listener),
                 Some(ToGuest::Changed(changes)) => {
                     changes.into_iter().for_each(|change| listener.changed(change))
                 }
@@ -419,8 +426,12 @@ impl Link {
         }
     }
 
-    fn answered(&self, id: u64, outcome: Result<Answer, Failure>) {
-        if let Some(waiting) = self.line.lock().waiting.remove(&id) {
+    fn answered(&self, id: u64, outcome: Result<Answer, Failure>, listener: &dyn Listener) {
+        let waiting = self.line.lock().waiting.remove(&id);
+        if let Some(waiting) = waiting {
+            if let Ok(answer) = &outcome {
+                listener.answered(&waiting.request, answer);
+            }
             let _ = waiting.reply.send(outcome.map_err(Error::from));
         }
     }

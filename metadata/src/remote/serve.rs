@@ -19,7 +19,7 @@ use tokio::time::{sleep, timeout};
 
 use super::session::{Command, Commands, Session};
 use super::wire::{Hello, Standing, ToGuest, ToServer, Welcome, encode, hear, time_for};
-use crate::tree::{LocalTree, OutsideChange, Tree};
+use crate::tree::{LocalTree, OutsideChange, OutsideListener, Tree};
 
 /// How often either side says that it lives.
 pub(super) const BEAT: Duration = Duration::from_secs(2);
@@ -226,7 +226,7 @@ impl Shared {
         let (say, queue) = mpsc::channel(QUEUE);
         let spoken = tasks.spawn("say", speak(saying, queue, stop.clone()));
         say.send(encode(&ToGuest::Welcome(welcome))?).await.map_err(|_| silent())?;
-        tasks.spawn("changes", tell_changes(changes, say.clone(), stop.clone()));
+        tasks.spawn("changes", tell_changes(session.clone(), changes, say.clone(), stop.clone()));
         tasks.spawn("quotas", tell_of_quotas(self.tree.clone(), say.clone(), stop.clone()));
         let ended = self.answer_all(&session, &mut hearing, &say, &tasks).await;
         if self.ending.is_cancelled() {
@@ -442,24 +442,33 @@ async fn speak(stream: impl AsyncWriteExt + Unpin, queue: mpsc::Receiver<Bytes>,
     }
 }
 
-/// Tells a mount what others change.
-async fn tell_changes(mut changes: crate::tree::OutsideListener, say: mpsc::Sender<Bytes>, stop: Stop) {
+/// Tells a mount what others change of what it may know.
+async fn tell_changes(
+    session: Arc<Session>,
+    mut changes: OutsideListener,
+    say: mpsc::Sender<Bytes>,
+    stop: Stop,
+) {
     let telling = async {
         loop {
             let mut told: Vec<OutsideChange> = Vec::new();
             let mut is_lost = false;
             match changes.next().await {
-                Ok(change) => told.push(change),
+                Ok(change) if session.hears_of(&change) => told.push(change),
+                Ok(_) => {}
                 Err(RecvError::Lagged(_)) => is_lost = true,
                 Err(RecvError::Closed) => return,
             }
             while !is_lost && told.len() < MOST_TOLD {
                 match changes.next_now() {
-                    Some(Ok(change)) if told.contains(&change) => {}
+                    Some(Ok(change)) if told.contains(&change) || !session.hears_of(&change) => {}
                     Some(Ok(change)) => told.push(change),
                     Some(Err(_)) => is_lost = true,
                     None => break,
                 }
+            }
+            if told.is_empty() && !is_lost {
+                continue;
             }
             let message = if is_lost { ToGuest::Missed } else { ToGuest::Changed(told) };
             let Ok(frame) = encode(&message) else { continue };

@@ -10,9 +10,10 @@ use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
+use super::interest::Interest;
 use super::wire::{Answer, Failure, Request, Twice};
 use crate::records::asking_as;
-use crate::tree::{LocalTree, Tree};
+use crate::tree::{LocalTree, OutsideChange, Tree};
 
 /// Requests of one session whose answers are kept in case that they are asked for again: many times what is on its way at once.
 const MOST_KEPT: usize = 1 << 14;
@@ -51,6 +52,7 @@ pub(super) struct Session {
     number: u64,
     commands: Arc<Commands>,
     answers: Answers,
+    interest: Mutex<Interest>,
 }
 
 /// Of requests that do something, what came of them, until the mount says that it knows.
@@ -83,11 +85,20 @@ impl Answers {
 
 impl Session {
     pub(super) fn new(tree: Arc<LocalTree>, number: u64, commands: Arc<Commands>) -> Self {
-        Self { tree, number, commands, answers: Answers::default() }
+        Self { tree, number, commands, answers: Answers::default(), interest: Mutex::default() }
     }
 
     pub(super) fn number(&self) -> u64 {
         self.number
+    }
+
+    /// Whether its mount has to be told of a change.
+    pub(super) fn hears_of(&self, change: &OutsideChange) -> bool {
+        let is_open = match change {
+            OutsideChange::Inode { ino, .. } => self.tree.has_open(self.number, *ino),
+            _ => false,
+        };
+        is_open || self.interest.lock().is_in(change)
     }
 
     /// The answer to a request, which is done once, however often it is asked for.
@@ -113,16 +124,21 @@ impl Session {
     }
 
     async fn outcome(&self, request: Request) -> Option<Outcome> {
+        self.interest.lock().ask(&request);
         // What a process says that may not act any more may be untrue: another one may have the tree.
         self.tree.regain().await.ok()?;
         let outcome = asking_as(self.number, self.make(request)).await.map_err(Failure::from);
         self.tree.regain().await.ok()?;
+        if let Ok(answer) = &outcome {
+            self.interest.lock().show(answer);
+        }
         Some(outcome)
     }
 
     async fn make(&self, request: Request) -> Result<Answer> {
         let tree: &LocalTree = &self.tree;
         let done = |(): ()| Answer::Done;
+        let layout = |(layout, generation)| Answer::Layout(layout, generation);
         match request {
             Request::Lookup(parent, name) => tree.lookup(parent, &name).await.map(Answer::Lookup),
             Request::Attributes(ino) => tree.attributes(ino).await.map(Answer::Attributes),
@@ -130,9 +146,7 @@ impl Session {
                 tree.read_directory(ino, after.as_deref(), limit as usize).await.map(Answer::Page)
             }
             Request::Parent(ino) => tree.parent(ino).await.map(Answer::Inode),
-            Request::Layout(ino) => {
-                tree.layout(ino).await.map(|(layout, generation)| Answer::Layout(layout, generation))
-            }
+            Request::Layout(ino) => tree.layout(ino).await.map(layout),
             Request::FilesAfter(ino, limit) => tree.files_after(ino, limit as usize).await.map(Answer::Files),
             Request::ReadLink(ino) => tree.read_link(ino).await.map(Answer::Bytes),
             Request::Create(parent, name, new, existing) => {
@@ -155,7 +169,10 @@ impl Session {
                 tree.set_xattr(ino, &name, value, mode).await.map(done)
             }
             Request::RemoveXattr(ino, name) => tree.remove_xattr(ino, &name).await.map(done),
-            Request::Opened(ino) => tree.opened(ino).await.map(done),
+            Request::CreateOpened(parent, name, new, existing) => {
+                tree.create_opened(parent, &name, new, existing).await.map(Answer::Created)
+            }
+            Request::Opened(ino) => tree.opened(ino).await.map(layout),
             Request::Closed(ino) => tree.closed(ino).await.map(done),
             Request::Reserve(ino, size) => tree.reserve(ino, size).await.map(done),
             Request::Place(ino, seals) => tree.place(ino, seals).await.map(Answer::Placement),
@@ -197,7 +214,7 @@ impl Session {
                 continue;
             }
             match self.tree.opened(ino).await {
-                Ok(()) => {}
+                Ok(_) => {}
                 Err(error) if error.kind() == ErrorKind::NotFound => gone.push(ino),
                 Err(error) => return Err(error),
             }

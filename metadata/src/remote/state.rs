@@ -27,13 +27,23 @@ pub(super) struct Loss {
     pub(super) told: HashSet<InodeId>,
 }
 
+/// A file that is open here.
+#[derive(Debug, Default)]
+pub(super) struct Open {
+    /// How often.
+    pub(super) count: u32,
+    /// Whether it was made here, and nobody gave it an extended attribute as far as is known: the kernel asks for
+    /// `security.capability` before the first write to each file.
+    pub(super) is_bare: bool,
+}
+
 /// What the parts of a remote tree share.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) link: Link,
     pub(super) outside: OutsideChanges,
-    /// What is open here, and how often.
-    pub(super) open: Mutex<HashMap<InodeId, u32>>,
+    /// What is open here.
+    pub(super) open: Mutex<HashMap<InodeId, Open>>,
     /// At whose own paths this mount is.
     pub(super) held: Mutex<HashSet<InodeId>>,
     /// Changes that were answered so far, and how many of them are durable.
@@ -106,6 +116,18 @@ impl Shared {
         }
     }
 
+    /// Whether a file has no extended attribute but its access control list, as far as is known.
+    pub(super) fn is_bare(&self, ino: InodeId) -> bool {
+        self.open.lock().get(&ino).is_some_and(|open| open.is_bare)
+    }
+
+    /// Notes that a file may have one.
+    pub(super) fn dress(&self, ino: InodeId) {
+        if let Some(open) = self.open.lock().get_mut(&ino) {
+            open.is_bare = false;
+        }
+    }
+
     /// All that was changed so far is durable, or lost.
     fn settle_changes(&self) {
         self.synced.store(self.changes.load(Ordering::SeqCst), Ordering::SeqCst);
@@ -127,12 +149,28 @@ impl Listener for Shared {
         &self.link
     }
 
+    fn answered(&self, request: &Request, answer: &Answer) {
+        let (opened, is_new) = match (request, answer) {
+            (Request::Opened(ino), Answer::Layout(..)) => (*ino, false),
+            (_, Answer::Created(made)) => (made.attributes.ino, made.is_new),
+            _ => return,
+        };
+        let mut open = self.open.lock();
+        let open = open.entry(opened).or_default();
+        open.count += 1;
+        open.is_bare |= is_new;
+    }
+
     fn changed(&self, change: OutsideChange) {
+        if let OutsideChange::Inode { ino, .. } = change {
+            self.dress(ino);
+        }
         self.heard.fetch_add(1, Ordering::SeqCst);
         self.outside.tell(change);
     }
 
     fn missed(&self) {
+        self.open.lock().values_mut().for_each(|open| open.is_bare = false);
         self.heard.fetch_add(1, Ordering::SeqCst);
         self.outside.tell(OutsideChange::Anything);
     }
@@ -141,7 +179,8 @@ impl Listener for Shared {
         let open = self.open.lock();
         // What is closed from here on is closed there, too.
         self.standings.fetch_add(1, Ordering::SeqCst);
-        let open = open.iter().flat_map(|(ino, count)| std::iter::repeat_n(*ino, *count as usize)).collect();
+        let open =
+            open.iter().flat_map(|(ino, open)| std::iter::repeat_n(*ino, open.count as usize)).collect();
         Request::Reopen(open, self.held.lock().iter().copied().collect())
     }
 

@@ -19,14 +19,17 @@ use super::state::{Shared, unexpected};
 use super::wire::{Answer, Request};
 use crate::records::owned_key;
 use crate::tree::{
-    CloneGuide, Cloned, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges, Placement, RenameMode,
-    SegmentPin, SetAttributes, Statistics, Tree, XattrMode,
+    CloneGuide, Cloned, Created, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges, Placement,
+    RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode,
 };
 
 /// How long a command may take: to check a large volume takes its time.
 const COMMAND: Duration = Duration::from_secs(24 * 3600);
 /// How long what is left is waited for at the end.
 const CLOSING: Duration = Duration::from_secs(5);
+
+/// What a kernel asks for before it writes to a file.
+const CAPABILITY: &[u8] = b"security.capability";
 
 /// What a remote tree is made of.
 pub struct RemoteParts {
@@ -103,6 +106,11 @@ impl RemoteTree {
     /// Where the tree is served; none while it is being looked for.
     pub fn reached(&self) -> Option<Reached> {
         self.shared.link.reached()
+    }
+
+    /// Requests that were asked of it so far.
+    pub fn requests(&self) -> u64 {
+        self.shared.link.requests()
     }
 
     async fn call(&self, request: Request) -> Result<Answer> {
@@ -225,6 +233,17 @@ impl Tree for RemoteTree {
         expect!(self.call(request).await?, Made(attributes, is_new) => (attributes, is_new))
     }
 
+    async fn create_opened(
+        &self,
+        parent: InodeId,
+        name: &[u8],
+        new: NewInode,
+        existing: Existing,
+    ) -> Result<Created> {
+        let request = Request::CreateOpened(parent, Bytes::copy_from_slice(name), new, existing);
+        expect!(self.call(request).await?, Created(made) => made)
+    }
+
     async fn link(&self, ino: InodeId, parent: InodeId, name: &[u8]) -> Result<Attributes> {
         let request = Request::Link(ino, parent, Bytes::copy_from_slice(name));
         expect!(self.call(request).await?, Attributes(attributes) => attributes)
@@ -252,6 +271,9 @@ impl Tree for RemoteTree {
     }
 
     async fn xattr(&self, ino: InodeId, name: &[u8]) -> Result<Bytes> {
+        if name == CAPABILITY && self.shared.is_bare(ino) {
+            return Err(Error::new(ErrorKind::NoAttribute, "it was just made"));
+        }
         let request = Request::Xattr(ino, Bytes::copy_from_slice(name));
         expect!(self.call(request).await?, Bytes(value) => value)
     }
@@ -261,6 +283,7 @@ impl Tree for RemoteTree {
     }
 
     async fn set_xattr(&self, ino: InodeId, name: &[u8], value: Bytes, mode: XattrMode) -> Result<()> {
+        self.shared.dress(ino);
         self.done(Request::SetXattr(ino, Bytes::copy_from_slice(name), value, mode)).await
     }
 
@@ -268,18 +291,16 @@ impl Tree for RemoteTree {
         self.done(Request::RemoveXattr(ino, Bytes::copy_from_slice(name))).await
     }
 
-    async fn opened(&self, ino: InodeId) -> Result<()> {
-        self.done(Request::Opened(ino)).await?;
-        *self.shared.open.lock().entry(ino).or_default() += 1;
-        Ok(())
+    async fn opened(&self, ino: InodeId) -> Result<(FileLayout, u64)> {
+        expect!(self.call(Request::Opened(ino)).await?, Layout(layout, generation) => (layout, generation))
     }
 
     async fn closed(&self, ino: InodeId) -> Result<()> {
         let (is_last, standing) = {
             let mut open = self.shared.open.lock();
             let is_last = match open.get_mut(&ino) {
-                Some(count) if *count > 1 => {
-                    *count -= 1;
+                Some(open) if open.count > 1 => {
+                    open.count -= 1;
                     false
                 }
                 Some(_) => open.remove(&ino).is_some(),

@@ -15,7 +15,7 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::time::timeout;
 
 use crate::tree::{
-    DirectoryPage, Existing, Lookup, NewInode, OutsideChange, Placement, RenameMode, SetAttributes,
+    Created, DirectoryPage, Existing, Lookup, NewInode, OutsideChange, Placement, RenameMode, SetAttributes,
     Statistics, XattrMode,
 };
 
@@ -171,6 +171,7 @@ pub(super) enum Request {
     FilesAfter(InodeId, u32),
     ReadLink(InodeId),
     Create(InodeId, Bytes, NewInode, Existing),
+    CreateOpened(InodeId, Bytes, NewInode, Existing),
     Link(InodeId, InodeId, Bytes),
     Unlink(InodeId, Bytes),
     RemoveDirectory(InodeId, Bytes),
@@ -253,8 +254,10 @@ impl Request {
             | Self::Sync
             | Self::Refresh(_)
             | Self::Create(_, _, _, Existing::Accept)
+            | Self::CreateOpened(_, _, _, Existing::Accept)
             | Self::Bye => Twice::Same,
             Self::Create(_, _, _, Existing::Refuse)
+            | Self::CreateOpened(_, _, _, Existing::Refuse)
             | Self::Link(..)
             | Self::Unlink(..)
             | Self::RemoveDirectory(..)
@@ -307,6 +310,7 @@ pub(super) enum Answer {
     Bytes(Bytes),
     Names(Vec<Bytes>),
     Made(Attributes, bool),
+    Created(Created),
     Placement(Placement),
     Flag(bool),
     Statistics(Statistics),
@@ -317,6 +321,7 @@ impl Answer {
     fn check(self) -> Result<Self> {
         Ok(match self {
             Self::Layout(layout, generation) => Self::Layout(checked(layout)?, generation),
+            Self::Created(made) => Self::Created(Created { layout: checked(made.layout)?, ..made }),
             Self::Files(files) => {
                 let check = |(ino, layout)| Ok((ino, checked(layout)?));
                 Self::Files(files.into_iter().map(check).collect::<Result<_>>()?)
@@ -493,14 +498,14 @@ mod tests {
         let pinned: [(&str, &str); 12] = [
             ("HELLO", "090000000007ac020103682d31"),
             ("LOOKUP", "070000000109040001016e"),
-            ("RENAME", "0b0000000109040b01016e02016e02"),
-            ("COMMIT", "130000000109041d070305010005000161017605000109"),
-            ("BYE", "0400000001090425"),
+            ("RENAME", "0b0000000109040c01016e02016e02"),
+            ("COMMIT", "130000000109041e070305010005000161017605000109"),
+            ("BYE", "0400000001090426"),
             ("ALIVE", "0100000002"),
             ("WELCOME", "0400000000050101"),
             ("FAILED", "0b0000000209010502736f0102646f"),
             ("DONE", "0400000002090000"),
-            ("INODES", "060000000209000d0107"),
+            ("INODES", "060000000209000e0107"),
             ("CHANGED", "0a00000003030001016e01020102"),
             ("ENDING", "020000000701"),
         ];

@@ -54,6 +54,19 @@ pub struct NewInode {
     pub target: Bytes,
 }
 
+/// A file that was opened by its name, and made if it was not there.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Created {
+    /// Its attributes.
+    pub attributes: Attributes,
+    /// Whether it is new.
+    pub is_new: bool,
+    /// Where its bytes are.
+    pub layout: FileLayout,
+    /// The content generation they belong to.
+    pub generation: u64,
+}
+
 /// What `create` does when the name exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Existing {
@@ -222,6 +235,19 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
         existing: Existing,
     ) -> Result<(Attributes, bool)>;
 
+    /// Makes a file as `create` does, or takes the one that is there, and says as `opened` does that it is open.
+    async fn create_opened(
+        &self,
+        parent: InodeId,
+        name: &[u8],
+        new: NewInode,
+        existing: Existing,
+    ) -> Result<Created> {
+        let (attributes, is_new) = self.create(parent, name, new, existing).await?;
+        let (layout, generation) = self.opened(attributes.ino).await?;
+        Ok(Created { attributes, is_new, layout, generation })
+    }
+
     /// Gives a file a further name.
     async fn link(&self, ino: InodeId, parent: InodeId, name: &[u8]) -> Result<Attributes>;
 
@@ -254,8 +280,8 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// Removes an extended attribute, or fails with `NoAttribute`.
     async fn remove_xattr(&self, ino: InodeId, name: &[u8]) -> Result<()>;
 
-    /// Says that this session has the inode open, so that unlinking keeps it; one call per opener.
-    async fn opened(&self, ino: InodeId) -> Result<()>;
+    /// Says that this session has the file open, so that unlinking keeps it; one call per opener. Returns what `layout` does.
+    async fn opened(&self, ino: InodeId) -> Result<(FileLayout, u64)>;
 
     /// Takes one `opened` back; the last one of an unlinked inode frees it.
     async fn closed(&self, ino: InodeId) -> Result<()>;

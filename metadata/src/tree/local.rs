@@ -325,6 +325,11 @@ impl LocalTree {
         self.shared.outside.listen_as(session)
     }
 
+    /// Whether a session has an inode open.
+    pub(crate) fn has_open(&self, session: u64, ino: InodeId) -> bool {
+        self.shared.guests.has_open(session, ino)
+    }
+
     /// What a session has open, as often as it has.
     pub(crate) fn opened_by(&self, session: u64) -> Vec<InodeId> {
         self.shared.guests.opened_by(session)

@@ -24,7 +24,7 @@ mod segments;
 mod paths;
 
 pub use api::{
-    CloneGuide, DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, Placement, RenameMode,
+    CloneGuide, Created, DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, Placement, RenameMode,
     SetAttributes, SetIds, Statistics, Tree, XattrMode,
 };
 pub use local::{LocalTree, TreeParts};

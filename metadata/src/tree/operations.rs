@@ -205,14 +205,14 @@ impl Tree for LocalTree {
         self.change(move |change| xattr::remove(change, ino, &name)).await
     }
 
-    async fn opened(&self, ino: InodeId) -> Result<()> {
+    async fn opened(&self, ino: InodeId) -> Result<(FileLayout, u64)> {
         if self.shared.settings.serves {
             self.shared.guests.opened(self.asking(), ino);
         }
         *self.shared.openers.lock().entry(ino).or_default() += 1;
         // Counted first: an unlink that runs before this look has freed the inode, one that runs after has not.
-        match self.look(|look| look.inode(ino)).await {
-            Ok(_) => Ok(()),
+        match self.layout(ino).await {
+            Ok(found) => Ok(found),
             Err(error) => {
                 self.shared.guests.closed(self.asking(), ino);
                 self.shared.forget_opener(ino);

@@ -173,11 +173,12 @@ impl Tree for Unlucky {
         self.tree.remove_xattr(ino, name).await
     }
 
-    async fn opened(&self, ino: InodeId) -> Result<()> {
-        match self.refuses.load(SeqCst) {
-            true => Err(Error::new(ErrorKind::Unavailable, "the tree is not there")),
-            false => self.tree.opened(ino).await,
+    async fn opened(&self, ino: InodeId) -> Result<(FileLayout, u64)> {
+        if self.refuses.load(SeqCst) {
+            return Err(Error::new(ErrorKind::Unavailable, "the tree is not there"));
         }
+        let opened = self.tree.opened(ino).await?;
+        Ok(self.older.lock().clone().unwrap_or(opened))
     }
 
     async fn closed(&self, ino: InodeId) -> Result<()> {

@@ -288,10 +288,30 @@ async fn open_files_outlive_their_names(tree: &dyn Tree) {
     assert_eq!(found(tree, ROOT, b"b").await.ino, other);
     tree.unlink(ROOT, b"b").await.expect("unlinked");
     let gone = make(tree, ROOT, "d", FileKind::Directory).await;
-    tree.opened(gone).await.expect("opened");
+    assert_eq!(kind_of(tree.opened(gone).await), ErrorKind::IsDirectory);
     tree.remove_directory(ROOT, b"d").await.expect("removed");
     assert_eq!(kind_of(tree.create(gone, b"x", new_file(), Existing::Refuse).await), ErrorKind::NotFound);
-    tree.closed(gone).await.expect("closed");
+}
+
+async fn files_are_made_and_opened_at_once(tree: &dyn Tree) {
+    let open = async |existing| tree.create_opened(ROOT, b"a", new_file(), existing).await;
+    let made = open(Existing::Refuse).await.expect("made");
+    assert_eq!((made.is_new, &made.layout, made.generation), (true, &FileLayout::empty(), 0));
+    assert_eq!(kind_of(open(Existing::Refuse).await), ErrorKind::Exists);
+    let (file, layout) = (made.attributes.ino, FileLayout::of_blob(owned(1, 5)));
+    tree.commit_layout(file, 0, layout.clone(), time(1)).await.expect("committed");
+    let found = open(Existing::Accept).await.expect("found");
+    assert_eq!((found.attributes.ino, found.is_new), (file, false));
+    assert_eq!((found.layout, found.generation), (layout, 1));
+    tree.unlink(ROOT, b"a").await.expect("unlinked");
+    tree.closed(file).await.expect("closed");
+    assert_eq!(tree.attributes(file).await.expect("it was opened twice").size, 5);
+    tree.closed(file).await.expect("closed");
+    assert_eq!(kind_of(tree.attributes(file).await), ErrorKind::NotFound);
+    make(tree, ROOT, "d", FileKind::Directory).await;
+    let refused = tree.create_opened(ROOT, b"d", new_file(), Existing::Accept).await;
+    assert_eq!(kind_of(refused), ErrorKind::Exists);
+    tree.remove_directory(ROOT, b"d").await.expect("removed");
 }
 
 async fn answers_at_once_agree(tree: &dyn Tree) {
@@ -319,6 +339,7 @@ pub(super) async fn check_all(tree: &dyn Tree) {
     symlinks_and_nodes(tree).await;
     layouts_are_committed_once(tree).await;
     open_files_outlive_their_names(tree).await;
+    files_are_made_and_opened_at_once(tree).await;
     answers_at_once_agree(tree).await;
     assert_eq!(paths(tree).await, Vec::<String>::new());
     assert_eq!(tree.statistics().await.expect("statistics").inodes, 1);

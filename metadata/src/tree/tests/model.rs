@@ -8,13 +8,14 @@ use super::world::*;
 use crate::testing::{Chance, rounds};
 use crate::tree::{Existing, RenameMode, Tree};
 
-/// The model's inode: a directory's entries, or a file.
+/// The model's inode: a directory's entries, a file, or a device.
 #[derive(Debug, Clone, Default)]
 struct Node {
     entries: Option<BTreeMap<String, usize>>,
     parent: usize,
     names: u32,
     openers: u32,
+    is_file: bool,
 }
 
 /// A tree as a table of nodes; 0 is the root.
@@ -50,7 +51,7 @@ impl Model {
         }
         let node = self.0.len();
         let entries = is_directory.then(BTreeMap::new);
-        self.0.push(Node { entries, parent: directory, names: 1, openers: 0 });
+        self.0.push(Node { entries, parent: directory, names: 1, openers: 0, is_file: !is_directory });
         self.entries(directory).insert(name.to_owned(), node);
         Ok(node)
     }
@@ -131,7 +132,11 @@ impl Model {
         self.entries(from.0).remove(from.1);
         self.place(to, source);
         match mode {
-            RenameMode::Whiteout { .. } => self.create(from.0, from.1, false).map(drop),
+            RenameMode::Whiteout { .. } => {
+                let device = self.create(from.0, from.1, false)?;
+                self.0[device].is_file = false;
+                Ok(())
+            }
             _ => Ok(()),
         }
     }
@@ -205,12 +210,18 @@ impl<'t> Pair<'t> {
             5 => (self.model.unlink(p, n), tree.unlink(parent, n.as_bytes()).await),
             6 => (self.model.remove_directory(p, n), tree.remove_directory(parent, n.as_bytes()).await),
             7 => {
-                if self.model.0[node].openers > 0 {
+                if !self.model.0[node].is_file {
+                    let kind = match self.model.is_directory(node) {
+                        true => ErrorKind::IsDirectory,
+                        false => ErrorKind::Invalid,
+                    };
+                    (Err(kind), self.opener(node).opened(ino).await.map(drop))
+                } else if self.model.0[node].openers > 0 {
                     self.model.0[node].openers -= 1;
                     (Ok(()), self.opener(node).closed(ino).await)
                 } else {
                     self.model.0[node].openers += 1;
-                    (Ok(()), self.opener(node).opened(ino).await)
+                    (Ok(()), self.opener(node).opened(ino).await.map(drop))
                 }
             }
             mode => {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{ErrorKind, FileLayout, InodeId, ObjectKey, Result, VolumeId};
+use forebay_core::{ErrorKind, FileKind, FileLayout, InodeId, ObjectKey, Result, VolumeId};
 use forebay_io::net::secure::{Host, Identity, Listen, Transport};
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
@@ -18,7 +18,7 @@ use super::model::Pair;
 use super::world::*;
 use crate::remote::{PROTOCOL, RemoteParts, RemoteTree, Server};
 use crate::testing::{Chance, rounds};
-use crate::tree::{Existing, LocalTree, Lookup, OutsideChange, Placement, Tree};
+use crate::tree::{Existing, LocalTree, Lookup, OutsideChange, Placement, Tree, XattrMode};
 
 const ROOT: InodeId = InodeId::ROOT;
 
@@ -91,6 +91,8 @@ impl Site {
         self.world.disk.fail(false);
         served.tasks.shutdown(Duration::ZERO).await;
         drop(served.server);
+        // What was cancelled may still be ending on another thread.
+        until("the end of what was cancelled", async || Arc::strong_count(&served.tree) == 1).await;
         let tree = Arc::into_inner(served.tree).expect("nobody else has it");
         self.world.crash(tree, false).await;
     }
@@ -104,7 +106,11 @@ impl Served {
 }
 
 async fn create(tree: &dyn Tree, name: &str) -> InodeId {
-    let made = tree.create(ROOT, name.as_bytes(), new_file(), Existing::Refuse).await;
+    make(tree, ROOT, name, FileKind::File).await
+}
+
+async fn make(tree: &dyn Tree, parent: InodeId, name: &str, kind: FileKind) -> InodeId {
+    let made = tree.create(parent, name.as_bytes(), new_inode(kind), Existing::Refuse).await;
     made.expect("made").0.ino
 }
 
@@ -177,6 +183,8 @@ async fn each_mount_hears_what_others_change_and_not_its_own() {
     let mut heard =
         [served.tree.outside().listen(), guests[0].outside().listen(), guests[1].outside().listen()];
     let file = create(&guests[0], "a").await;
+    // Of what it knows nothing of it is not told.
+    guests[1].lookup(ROOT, b"a").await.expect("found");
     site.world.write(&guests[0], file, b"one").await.expect("written");
     let content = OutsideChange::Inode { ino: file, has_content: true };
     let name = OutsideChange::Name { directory: ROOT, name: Bytes::from_static(b"a") };
@@ -197,6 +205,76 @@ async fn each_mount_hears_what_others_change_and_not_its_own() {
     }
     assert_eq!(told, [&b"b"[..], b"c"]);
     for guest in &guests {
+        guest.close().await.expect("closed");
+    }
+    served.end().await;
+}
+
+/// The kernel asks for it before the first write to each file, which is one that was just made as a rule.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nobody_is_asked_for_the_capability_of_a_file_that_was_just_made() {
+    const NAME: &[u8] = b"security.capability";
+    let site = Site::new(Kind::Memory).await;
+    let served = site.serve().await;
+    let [one, other] = [site.join().await, site.join().await];
+    let open = async |name: &str| {
+        one.create_opened(ROOT, name.as_bytes(), new_file(), Existing::Accept).await.expect("open")
+    };
+    let (first, second) = (open("a").await, open("b").await);
+    let files = [first.attributes.ino, second.attributes.ino];
+    let asked = one.requests();
+    for file in files {
+        let missing = one.xattr(file, NAME).await.expect_err("it has none");
+        assert_eq!(missing.kind(), ErrorKind::NoAttribute);
+    }
+    assert_eq!(one.requests(), asked);
+    // By itself, and by another mount.
+    one.set_xattr(files[0], NAME, "own".into(), XattrMode::Set).await.expect("set");
+    assert_eq!(one.xattr(files[0], NAME).await.expect("it has one"), "own");
+    other.set_xattr(files[1], NAME, "other's".into(), XattrMode::Set).await.expect("set");
+    until("what the other did", async || {
+        one.xattr(files[1], NAME).await.is_ok_and(|value| value == "other's")
+    })
+    .await;
+    open("a").await;
+    assert_eq!(one.xattr(files[0], NAME).await.expect("it was there"), "own");
+    for guest in [&one, &other] {
+        guest.close().await.expect("closed");
+    }
+    served.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_mount_hears_of_what_it_may_know_and_of_nothing_else() {
+    let site = Site::new(Kind::Memory).await;
+    let served = site.serve().await;
+    let [busy, idle] = [site.join().await, site.join().await];
+    let directory = make(&busy, ROOT, "d", FileKind::Directory).await;
+    let open = create(&busy, "open").await;
+    idle.opened(open).await.expect("opened");
+    let mut outside = idle.outside().listen();
+    let heard = idle.heard();
+    for number in 0..100 {
+        let file = make(&busy, directory, &format!("f{number}"), FileKind::File).await;
+        site.world.write(&busy, file, b"bytes").await.expect("written");
+    }
+    // Both of which it knows: the root, of which it asked when it came, and what it has open.
+    create(&busy, "last").await;
+    site.world.write(&busy, open, b"more").await.expect("written");
+    let content = OutsideChange::Inode { ino: open, has_content: true };
+    let mut told = Vec::new();
+    while told.last() != Some(&content) {
+        told.push(outside.next().await.expect("told"));
+    }
+    assert!(told.contains(&OutsideChange::Name { directory: ROOT, name: "last".into() }));
+    assert_eq!(told.len() as u64, idle.heard() - heard);
+    let is_known = |change: &OutsideChange| match change {
+        OutsideChange::Name { directory, .. } => *directory == ROOT,
+        OutsideChange::Inode { ino, .. } => [ROOT, open].contains(ino),
+        OutsideChange::Anything => false,
+    };
+    assert!(told.iter().all(is_known), "{told:?}");
+    for guest in [&busy, &idle] {
         guest.close().await.expect("closed");
     }
     served.end().await;
