@@ -56,6 +56,29 @@ impl Meta {
         process.wait().expect("a killed child can be waited for");
     }
 
+    /// Sends it a signal, by name.
+    pub fn signal(&self, name: &str) {
+        let process = self.process.as_ref().expect("it runs");
+        shell(Path::new("/"), &format!("kill -{name} {}", process.id())).succeeded();
+    }
+
+    /// Waits for its end.
+    #[track_caller]
+    pub fn wait(&mut self) -> ExitStatus {
+        let mut process = self.process.take().expect("it runs");
+        let started = Instant::now();
+        loop {
+            if let Some(status) = process.try_wait().expect("a child can be waited for") {
+                return status;
+            }
+            if started.elapsed() > DEADLINE {
+                let _ = process.kill();
+                panic!("it did not end\n{}", self.log());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     /// Tells it to end, and finds that it ended well.
     #[track_caller]
     pub fn end(&mut self) {

@@ -117,6 +117,13 @@ fn random_operations_on_a_mount_that_joined_do_what_a_plain_folder_does() {
     }
 }
 
+/// The same while the store fails for both.
+#[test]
+fn random_operations_on_a_mount_that_joined_over_a_troubled_store_do_what_a_plain_folder_does() {
+    let test = "random_operations_on_a_mount_that_joined_over_a_troubled_store_do_what_a_plain_folder_does";
+    Case { options: DISK_CACHE, joined: true, ..Case::default() }.compare_on_troubled_s3(test);
+}
+
 /// The same without a mount, which is fast.
 #[test]
 fn random_operations_on_the_layer_without_a_kernel_do_what_a_plain_folder_does() {

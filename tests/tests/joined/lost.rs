@@ -1,0 +1,206 @@
+//! What becomes of mounts when the process that serves their tree is lost.
+
+use std::fs;
+use std::io::Write;
+use std::net::TcpListener;
+use std::time::Duration;
+
+use forebay_tests::{Door, Forebay, Manner, Meta, require_fuse};
+
+use super::{Hosts, check_same, free_address, make, wait_for};
+
+/// Promise S74: When the process that serves the tree is lost, what is asked of the tree waits up to `deadline_ms` of `[volume.join]` for the next one
+#[test]
+fn mounts_go_on_when_the_one_that_serves_is_killed() {
+    if !require_fuse("mounts_go_on_when_the_one_that_serves_is_killed") {
+        return;
+    }
+    let hosts = Hosts::of_folder();
+    let mut first = hosts.mount("first", &[]);
+    let second = hosts.mount("second", &["--join-only"]);
+    fs::write(second.path().join("before"), "before").expect("written");
+    let mut open = fs::File::create(second.path().join("open")).expect("created");
+    open.write_all(&vec![7; 20 << 20]).expect("written");
+    open.sync_all().expect("synced");
+    open.write_all(b"and more").expect("written");
+    first.kill();
+    let listed = std::thread::scope(|threads| {
+        let waiting = threads.spawn(|| fs::read_to_string(second.path().join("before")));
+        std::thread::sleep(Duration::from_millis(500));
+        assert!(!waiting.is_finished(), "nobody serves the tree");
+        first.remount(&hosts.home("first"));
+        waiting.join().expect("joined")
+    });
+    assert_eq!(listed.expect("read"), "before");
+    open.sync_all().expect("what was being written goes on");
+    let mut whole = vec![7; 20 << 20];
+    whole.extend_from_slice(b"and more");
+    wait_for("the file", || fs::read(first.path().join("open")).expect("read") == whole);
+    fs::write(second.path().join("after"), "after").expect("written");
+    check_same(&first, &second);
+    assert_eq!(hosts.status("second")["sharing"]["reconnects"], 1);
+}
+
+/// Each of the others stands by.
+///
+/// Promise S78: A mount that joined takes the tree over when the process that serves it is lost
+#[test]
+fn a_mount_that_joined_takes_the_tree_over() {
+    if !require_fuse("a_mount_that_joined_takes_the_tree_over") {
+        return;
+    }
+    let hosts = Hosts::of_folder();
+    let mut first = hosts.mount("first", &[]);
+    let [mut second, mut third] = ["second", "third"].map(|name| hosts.mount(name, &[]));
+    let mut open = fs::File::create(second.path().join("open")).expect("created");
+    open.write_all(b"before").expect("written");
+    open.sync_all().expect("synced");
+    first.kill();
+    open.write_all(b" and after").expect("written");
+    open.sync_all().expect("synced by the next one");
+    drop(open);
+    fs::write(third.path().join("third"), "third").expect("written");
+    check_same(&second, &third);
+    let served = |name: &str| hosts.status(name)["sharing"]["mounts"].as_array().map(Vec::len);
+    let serving: Vec<_> = ["second", "third"].into_iter().filter(|name| served(name).is_some()).collect();
+    assert_eq!(serving.len(), 1, "one of them serves the tree");
+    assert_eq!(served(serving[0]), Some(2), "itself among those that joined");
+    // The one that was killed is one of them when it comes again.
+    first.remount(&hosts.home("first"));
+    check_same(&first, &second);
+    // And so it goes on when a mount ends well.
+    let [last, other] =
+        if serving[0] == "second" { [&mut second, &mut third] } else { [&mut third, &mut second] };
+    last.unmount();
+    fs::write(other.path().join("last"), "last").expect("written");
+    check_same(&first, other);
+    assert_eq!(fs::read_to_string(first.path().join("open")).expect("read"), "before and after");
+    other.unmount();
+    first.unmount();
+    let shown = Forebay::new(&hosts.home("upkeep"), ["fsck", &hosts.url]).run();
+    shown.succeeded();
+}
+
+/// A process without a mount, another one that stands by, and mounts that never hold the volume.
+///
+/// Promise S74: When the process that serves the tree is lost, what is asked of the tree waits up to `deadline_ms` of `[volume.join]` for the next one
+#[test]
+fn a_process_without_a_mount_serves_the_tree_and_another_takes_over() {
+    if !require_fuse("a_process_without_a_mount_serves_the_tree_and_another_takes_over") {
+        return;
+    }
+    let hosts = Hosts::of_folder();
+    let mut active = hosts.serve("meta", &[]);
+    let mounts = [hosts.mount("one", &["--join-only"]), hosts.mount("other", &["--join-only"])];
+    let mut standby = hosts.serve("standby", &["--standby"]);
+    make(&mounts[0], "of-one");
+    make(&mounts[1], "of-other");
+    check_same(&mounts[0], &mounts[1]);
+    let shown = hosts.status("meta");
+    assert_eq!(shown["sharing"]["mounts"].as_array().expect("mounts").len(), 2, "{shown}");
+    active.kill();
+    fs::write(mounts[0].path().join("after"), "by the next one").expect("written");
+    assert_eq!(fs::read_to_string(mounts[1].path().join("after")).expect("read"), "by the next one");
+    check_same(&mounts[0], &mounts[1]);
+    // It ends when it is told to; what mounts ask waits, and fails when nobody comes.
+    standby.end();
+    let mut next = hosts.serve("next", &[]);
+    assert_eq!(fs::read_to_string(mounts[0].path().join("after")).expect("read"), "by the next one");
+    drop(mounts);
+    next.end();
+}
+
+/// As on a host that slept, or was cut off from the store alone, while another one took the volume over.
+///
+/// Promise S74: When the process that serves the tree is lost, what is asked of the tree waits up to `deadline_ms` of `[volume.join]` for the next one
+#[test]
+fn a_process_whose_lease_ran_out_serves_nobody() {
+    if !require_fuse("a_process_whose_lease_ran_out_serves_nobody") {
+        return;
+    }
+    for sleeps in [false, true] {
+        let hosts = Hosts::of_s3();
+        let server = hosts.server.as_ref().expect("over S3");
+        let door = Door::new(server.address()).expect("loopback has free ports");
+        let envs = server.envs_at(door.endpoint());
+        let mut lost = Meta::start(&hosts.home("lost"), &hosts.url, &hosts.secret(), &[], &envs);
+        let mounts = ["one", "other"].map(|name| hosts.mount(name, &["--join-only"]));
+        let mut standby = hosts.serve("standby", &["--standby"]);
+        fs::write(mounts[0].path().join("before"), "before").expect("written");
+        fs::File::open(mounts[0].path()).expect("opened").sync_all().expect("synced");
+        match sleeps {
+            true => lost.signal("STOP"),
+            false => door.set(Manner::Shut),
+        }
+        // Synced where the process that serves cannot reach the store: by the next one, or not at all, and told.
+        let synced = |name: &str| {
+            let mut file = fs::File::create(mounts[0].path().join(name))?;
+            file.write_all(name.as_bytes())?;
+            file.sync_all()
+        };
+        let made: Vec<String> = (0..2).map(|number| format!("made-{number}")).collect();
+        let kept: Vec<&String> = made.iter().filter(|name| synced(name).is_ok()).collect();
+        match sleeps {
+            true => lost.signal("CONT"),
+            false => door.set(Manner::Pass),
+        }
+        assert!(!lost.wait().success(), "it has no volume any more");
+        assert!(lost.log().contains("another process took this volume over"), "{}", lost.log());
+        for name in kept {
+            let found = fs::read_to_string(mounts[1].path().join(name)).expect("what was synced is there");
+            assert_eq!(&found, name);
+        }
+        wait_for("the next one", || synced("after").is_ok());
+        assert_eq!(fs::read_to_string(mounts[1].path().join("before")).expect("found"), "before");
+        check_same(&mounts[0], &mounts[1]);
+        drop(mounts);
+        standby.end();
+        Forebay::new(&hosts.home("upkeep"), ["fsck", &hosts.url]).envs(&hosts.envs).run().succeeded();
+    }
+}
+
+/// Promise S74: When the process that serves the tree is lost, what is asked of the tree waits up to `deadline_ms` of `[volume.join]` for the next one
+#[test]
+fn what_is_asked_while_the_process_that_serves_says_nothing_is_done_once() {
+    if !require_fuse("what_is_asked_while_the_process_that_serves_says_nothing_is_done_once") {
+        return;
+    }
+    let hosts = Hosts::of_folder();
+    let mut meta = hosts.serve("meta", &[]);
+    let mount = hosts.mount("one", &[]);
+    let mut open = fs::File::create(mount.path().join("open")).expect("created");
+    meta.signal("STOP");
+    std::thread::scope(|threads| {
+        let making = threads.spawn(|| fs::create_dir(mount.path().join("directory")));
+        // Longer than its silence is taken for life.
+        std::thread::sleep(Duration::from_secs(10));
+        assert!(!making.is_finished(), "nobody answers");
+        meta.signal("CONT");
+        making.join().expect("joined").expect("it is made, and not there already");
+    });
+    assert_eq!(hosts.status("one")["sharing"]["reconnects"], 1);
+    open.write_all(b"goes on").expect("written");
+    open.sync_all().expect("synced");
+    drop((open, mount));
+    meta.end();
+}
+
+/// Promise S78: A mount that joined takes the tree over when the process that serves it is lost
+#[test]
+fn a_mount_whose_port_is_taken_leaves_the_tree_to_another() {
+    if !require_fuse("a_mount_whose_port_is_taken_leaves_the_tree_to_another") {
+        return;
+    }
+    let (hosts, listen) = (Hosts::of_folder(), free_address());
+    let mut first = hosts.serve("first", &[]);
+    let mount = hosts.mount_at("one", &listen, &[]);
+    fs::write(mount.path().join("before"), "before").expect("written");
+    let _taken = TcpListener::bind(&listen).expect("it listens where it serves, and that is elsewhere");
+    first.kill();
+    wait_for("its try", || mount.log().contains(&listen));
+    let mut next = hosts.serve("next", &["--standby"]);
+    fs::write(mount.path().join("after"), "after").expect("written where the next one serves");
+    assert_eq!(fs::read_to_string(mount.path().join("before")).expect("found"), "before");
+    drop(mount);
+    next.end();
+}
