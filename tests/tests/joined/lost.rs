@@ -167,7 +167,7 @@ fn what_is_asked_while_the_process_that_serves_says_nothing_is_done_once() {
     }
     let hosts = Hosts::of_folder();
     let mut meta = hosts.serve("meta", &[]);
-    let mount = hosts.mount("one", &[]);
+    let mount = hosts.mount("one", &["--join-only"]);
     let mut open = fs::File::create(mount.path().join("open")).expect("created");
     meta.signal("STOP");
     std::thread::scope(|threads| {
@@ -192,7 +192,7 @@ fn a_mount_whose_port_is_taken_leaves_the_tree_to_another() {
         return;
     }
     let (hosts, listen) = (Hosts::of_folder(), free_address());
-    let mut first = hosts.serve("first", &[]);
+    let mut first = hosts.mount("first", &[]);
     let mount = hosts.mount_at("one", &listen, &[]);
     fs::write(mount.path().join("before"), "before").expect("written");
     let _taken = TcpListener::bind(&listen).expect("it listens where it serves, and that is elsewhere");
