@@ -65,18 +65,7 @@ impl Meta {
     /// Waits for its end.
     #[track_caller]
     pub fn wait(&mut self) -> ExitStatus {
-        let mut process = self.process.take().expect("it runs");
-        let started = Instant::now();
-        loop {
-            if let Some(status) = process.try_wait().expect("a child can be waited for") {
-                return status;
-            }
-            if started.elapsed() > DEADLINE {
-                let _ = process.kill();
-                panic!("it did not end\n{}", self.log());
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        self.await_end().expect("it runs")
     }
 
     /// Tells it to end, and finds that it ended well.
@@ -92,8 +81,15 @@ impl Meta {
     }
 
     fn terminate(&mut self) -> Option<ExitStatus> {
+        if let Some(process) = &self.process {
+            shell(Path::new("/"), &format!("kill -TERM {}", process.id()));
+        }
+        self.await_end()
+    }
+
+    /// How it ended, killed if it did not in time; nothing where it does not run.
+    fn await_end(&mut self) -> Option<ExitStatus> {
         let mut process = self.process.take()?;
-        shell(Path::new("/"), &format!("kill -TERM {}", process.id()));
         let started = Instant::now();
         loop {
             if let Ok(Some(status)) = process.try_wait() {
