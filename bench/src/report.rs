@@ -46,6 +46,8 @@ pub enum Aim {
     RatioAtLeast(f64),
     /// The value itself, at most.
     AtMost(f64),
+    /// The value itself, at least.
+    AtLeast(f64),
 }
 
 impl Row {
@@ -88,6 +90,7 @@ impl Row {
             Aim::RatioAtMost(bound) => (format!("ratio <= {bound}"), ratio <= bound),
             Aim::RatioAtLeast(bound) => (format!("ratio >= {bound}"), ratio >= bound),
             Aim::AtMost(bound) => (format!("<= {bound}"), self.value <= bound),
+            Aim::AtLeast(bound) => (format!(">= {bound}"), self.value >= bound),
         };
         (self.aim, self.holds) = (Some(text), Some(holds));
         self

@@ -27,8 +27,9 @@ def sealed(place: Path, **settings: object) -> tuple[Child, int]:
     """A trainer that has sealed a step and waits, and its agent."""
 
     def train(report: Callable[[str], None]) -> None:
-        # What started the tests may have had it ignored, as nohup does.
+        # What started the tests may have had them ignored, as nohup does, and a shell of what it runs beside itself.
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         checkpointer = forebay.Checkpointer(place, linger=LINGER_S, **settings)  # type: ignore[arg-type]
         save = checkpointer.save_now(1, {"t": torch.ones(BYTES, dtype=torch.uint8)})
         assert save.wait_sealed(60)

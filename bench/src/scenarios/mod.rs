@@ -12,6 +12,7 @@ mod checkpoint;
 mod hosts;
 mod peers;
 mod joined;
+mod metadata;
 
 use anyhow::Result;
 
@@ -37,6 +38,7 @@ pub const SCENARIOS: &[Scenario] = &[
     Scenario { name: "hosts", run: hosts::run },
     Scenario { name: "peers", run: peers::run },
     Scenario { name: "joined", run: joined::run },
+    Scenario { name: "metadata", run: metadata::run },
     Scenario { name: "juicefs", run: juicefs::run },
     Scenario { name: "memory", run: memory::run },
 ];

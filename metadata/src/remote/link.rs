@@ -15,13 +15,14 @@ use forebay_io::rng::Rng;
 use forebay_io::task::{Stop, TaskGroup};
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
-use tokio::io::{AsyncRead, AsyncWriteExt};
+use tokio::io::{AsyncWriteExt, ReadHalf, WriteHalf};
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use super::serve::{SILENCE, speak_with};
+use super::messages::Messages;
+use super::serve::{BEAT, SILENCE};
 use super::wire::{
-    Answer, Failure, Hello, Request, Standing, ToGuest, ToServer, Twice, Welcome, encode, hear, time_for,
+    Answer, Failure, Hello, Request, Standing, ToGuest, ToServer, Twice, Welcome, encode, time_for,
 };
 use crate::tree::OutsideChange;
 
@@ -77,6 +78,12 @@ struct Line {
     next: u64,
     waiting: BTreeMap<u64, Waiting>,
     say: Option<mpsc::Sender<Bytes>>,
+}
+
+/// Both directions of a stream to the process that serves the tree.
+struct Ways {
+    hearing: Messages<ReadHalf<Stream>>,
+    saying: WriteHalf<Stream>,
 }
 
 /// The way to the process that serves the tree.
@@ -243,10 +250,10 @@ impl Link {
         let keeping = async {
             loop {
                 match this.reach(&mut is_new, server, &*listener).await {
-                    Ok((stream, welcome, address)) => {
+                    Ok((ways, welcome, address)) => {
                         misses = 0;
                         server = Some(welcome.server);
-                        this.stay(stream, address, &*listener, &tasks).await;
+                        this.stay(ways, address, &*listener, &tasks).await;
                         tracing::warn!(%address, "the process that serves the tree was lost: looking for it");
                         continue;
                     }
@@ -271,7 +278,7 @@ impl Link {
         is_new: &mut bool,
         before: Option<u64>,
         listener: &dyn Listener,
-    ) -> Result<(Stream, Welcome, SocketAddr)> {
+    ) -> Result<(Ways, Welcome, SocketAddr)> {
         let mut last = Error::new(ErrorKind::Unavailable, "nobody serves the tree of this volume");
         for address in (self.find)().await? {
             let stream = match self.host.reach(address).await {
@@ -283,7 +290,7 @@ impl Link {
                 }
             };
             match self.enter(stream, is_new, before, listener).await {
-                Ok((stream, welcome)) => return Ok((stream, welcome, address)),
+                Ok((ways, welcome)) => return Ok((ways, welcome, address)),
                 Err(error) => last = error,
             }
         }
@@ -292,15 +299,17 @@ impl Link {
 
     async fn enter(
         &self,
-        mut stream: Stream,
+        stream: Stream,
         is_new: &mut bool,
         before: Option<u64>,
         listener: &dyn Listener,
-    ) -> Result<(Stream, Welcome)> {
+    ) -> Result<(Ways, Welcome)> {
+        let (hearing, mut saying) = tokio::io::split(stream);
+        let mut hearing = Messages::new(hearing, SILENCE);
         let hello =
             Hello { volume: self.volume, session: self.session(), is_new: *is_new, name: self.name.clone() };
-        say(&mut stream, &ToServer::Hello(hello)).await?;
-        let welcome = match hear(&mut stream, SILENCE).await? {
+        say(&mut saying, &ToServer::Hello(hello)).await?;
+        let welcome = match hearing.next().await? {
             Some(ToGuest::Welcome(welcome)) => welcome,
             Some(ToGuest::Refused(failure)) => return Err(failure.into()),
             _ => {
@@ -319,7 +328,7 @@ impl Link {
         *is_new = false;
         self.has_quotas.store(welcome.has_quotas, Ordering::Relaxed);
         if welcome.standing == Standing::Kept && before == Some(welcome.server) {
-            return Ok((stream, welcome));
+            return Ok((Ways { hearing, saying }, welcome));
         }
         // In this order: what is closed after what is open was noted is told to this process.
         let standing = listener.standing();
@@ -332,12 +341,12 @@ impl Link {
             line.next += 1;
             line.next - 1
         };
-        say(&mut stream, &ToServer::Ask { id, oldest: 0, request: standing }).await?;
+        say(&mut saying, &ToServer::Ask { id, oldest: 0, request: standing }).await?;
         loop {
-            match hear(&mut stream, SILENCE).await? {
+            match hearing.next().await? {
                 Some(ToGuest::Answer { id: answered, outcome }) if answered == id => {
                     listener.reopened(outcome.map_err(Error::from)?);
-                    return Ok((stream, welcome));
+                    return Ok((Ways { hearing, saying }, welcome));
                 }
                 Some(_) => {}
                 None => return Err(Error::new(ErrorKind::Unavailable, "it went away")),
@@ -365,8 +374,8 @@ impl Link {
     }
 
     /// Asks and hears until the stream ends.
-    async fn stay(&self, stream: Stream, address: SocketAddr, listener: &dyn Listener, tasks: &TaskGroup) {
-        let (mut hearing, saying) = tokio::io::split(stream);
+    async fn stay(&self, ways: Ways, address: SocketAddr, listener: &dyn Listener, tasks: &TaskGroup) {
+        let Ways { mut hearing, saying } = ways;
         let tasks = tasks.child("link");
         let (say, queue) = mpsc::channel(QUEUE);
         let stop = tasks.stop();
@@ -404,9 +413,13 @@ impl Link {
         outcome
     }
 
-    async fn hear_all(&self, stream: &mut (impl AsyncRead + Unpin), listener: &dyn Listener) -> Result<()> {
+    async fn hear_all(
+        &self,
+        hearing: &mut Messages<ReadHalf<Stream>>,
+        listener: &dyn Listener,
+    ) -> Result<()> {
         loop {
-            match hear(stream, SILENCE).await? {
+            match hearing.next().await? {
                 None => return Ok(()),
                 Some(ToGuest::Ending(is_synced)) => {
                     listener.ending(is_synced);
@@ -462,7 +475,7 @@ fn send(say: &mpsc::Sender<Bytes>, id: u64, oldest: u64, waiting: &mut Waiting) 
     Ok(())
 }
 
-async fn say(stream: &mut Stream, message: &ToServer) -> Result<()> {
+async fn say(stream: &mut (impl AsyncWriteExt + Unpin), message: &ToServer) -> Result<()> {
     let frame = encode(message)?;
     let saying = async {
         stream.write_all(&frame).await?;
@@ -472,10 +485,44 @@ async fn say(stream: &mut Stream, message: &ToServer) -> Result<()> {
     Ok(said.map_err(|_| Error::new(ErrorKind::Unavailable, "it takes nothing"))??)
 }
 
-async fn speak(stream: impl AsyncWriteExt + Unpin, queue: mpsc::Receiver<Bytes>, stop: Stop) {
-    match encode(&ToServer::Alive) {
-        Ok(beat) => speak_with(stream, queue, beat, stop).await,
-        Err(error) => tracing::error!(%error, "a beat cannot be said"),
+/// Says what is to be said, a beat where there is nothing, until nobody has anything to say.
+async fn speak(mut stream: WriteHalf<Stream>, mut queue: mpsc::Receiver<Bytes>, stop: Stop) {
+    let Ok(beat) = encode(&ToServer::Alive) else { return stop.cancel() };
+    let speaking = async {
+        let mut together = Vec::new();
+        loop {
+            together.clear();
+            tokio::select! {
+                frame = queue.recv() => match frame {
+                    Some(frame) => together.extend_from_slice(&frame),
+                    None => break,
+                },
+                () = sleep(BEAT) => together.extend_from_slice(&beat),
+            }
+            // What else is there goes with it.
+            while together.len() < 64 << 10
+                && let Ok(frame) = queue.try_recv()
+            {
+                together.extend_from_slice(&frame);
+            }
+            let saying = async {
+                stream.write_all(&together).await?;
+                stream.flush().await
+            };
+            match timeout(SILENCE + time_for(together.len()), saying).await {
+                Ok(Ok(())) => {}
+                // It takes nothing any more: who hears finds out as well.
+                _ => break,
+            }
+        }
+    };
+    let mut speaking = pin!(speaking);
+    tokio::select! {
+        () = &mut speaking => stop.cancel(),
+        // What is on its way still leaves.
+        () = stop.cancelled() => {
+            let _ = timeout(Duration::from_millis(200), speaking).await;
+        }
     }
 }
 

@@ -2,35 +2,37 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind, Result};
+use forebay_core::{Error, Result};
 use forebay_io::net::secure::{Host, Stream};
 use forebay_io::task::{Stop, TaskGroup};
 use parking_lot::Mutex;
-use tokio::io::{AsyncRead, AsyncWriteExt};
+use tokio::io::AsyncWriteExt;
 use tokio::sync::broadcast::error::RecvError;
-use tokio::sync::{Notify, Semaphore, mpsc};
+use tokio::sync::{Notify, mpsc};
 use tokio::time::{sleep, timeout};
 
+use super::conversation::{Conversation, Heard};
+use super::messages::Messages;
 use super::session::{Command, Commands, Session};
-use super::wire::{Hello, Standing, ToGuest, ToServer, Welcome, encode, hear, time_for};
+use super::wire::{Hello, Standing, ToGuest, ToServer, Welcome, encode};
 use crate::tree::{LocalTree, OutsideChange, OutsideListener, Tree};
 
 /// How often either side says that it lives.
 pub(super) const BEAT: Duration = Duration::from_secs(2);
 /// How long one may say nothing until it is taken for lost: some beats, and no longer than half of a lease.
 pub(super) const SILENCE: Duration = Duration::from_secs(7);
-/// Requests of one mount that are worked on at once; further ones wait in its stream.
-const AT_ONCE: usize = 512;
 /// Messages on their way to one mount.
-const QUEUE: usize = 1024;
+pub(super) const QUEUE: usize = 1024;
 /// Changes told at once.
 const MOST_TOLD: usize = 512;
+/// Between two times that a mount is told of changes: of what a thousand of them change each is told together, and a change after
+/// a while without any at once.
+const PAUSE: Duration = Duration::from_millis(10);
 /// How often quotas are looked for.
 const QUOTA_LOOK: Duration = Duration::from_secs(1);
 
@@ -66,17 +68,6 @@ struct Shared {
     commands: Arc<Commands>,
     /// Raised as connections end.
     ended: Notify,
-}
-
-/// How a mount's stream ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Heard {
-    /// It said that it ends.
-    Bye,
-    /// It went away.
-    End,
-    /// This side ended it.
-    Cut,
 }
 
 /// A session and how it stands.
@@ -194,25 +185,20 @@ impl Server {
 
 impl Shared {
     async fn serve(self: &Arc<Self>, stream: Stream) -> Result<()> {
-        let (mut hearing, mut saying) = tokio::io::split(stream);
-        let heard = hear(&mut hearing, SILENCE).await?;
-        let Some(ToServer::Hello(hello)) = heard else {
+        let mut messages = Messages::new(stream, SILENCE);
+        let Some(ToServer::Hello(hello)) = messages.next().await? else {
             return Err(Error::corrupt("a mount does not say who it is"));
         };
         let name = hello.name.clone();
         let (session, welcome) = match self.welcome(&hello).await {
             Ok(welcome) => welcome,
             Err(error) => {
-                saying.write_all(&encode(&ToGuest::Refused(error.duplicate().into()))?).await?;
-                saying.flush().await?;
+                say(&mut messages, &ToGuest::Refused(error.duplicate().into())).await?;
                 return Err(error);
             }
         };
         let standing = welcome.standing;
-        let Some(session) = session else {
-            saying.write_all(&encode(&ToGuest::Welcome(welcome))?).await?;
-            return Ok(saying.flush().await?);
-        };
+        let Some(session) = session else { return say(&mut messages, &ToGuest::Welcome(welcome)).await };
         let changes = self.tree.listen_as(session.number());
         // It ends with this one's group, with this connection, or with the next one of its mount.
         let tasks = self.tasks.child("mount");
@@ -223,20 +209,20 @@ impl Shared {
             ?standing,
             "a mount of another host writes to this volume through this one"
         );
-        let (say, queue) = mpsc::channel(QUEUE);
-        let spoken = tasks.spawn("say", speak(saying, queue, stop.clone()));
-        say.send(encode(&ToGuest::Welcome(welcome))?).await.map_err(|_| silent())?;
-        tasks.spawn("changes", tell_changes(session.clone(), changes, say.clone(), stop.clone()));
-        tasks.spawn("quotas", tell_of_quotas(self.tree.clone(), say.clone(), stop.clone()));
-        let ended = self.answer_all(&session, &mut hearing, &say, &tasks).await;
-        if self.ending.is_cancelled() {
-            // Nothing is answered any more, so that this is all of it.
-            let is_synced = self.tree.sync().await.is_ok();
-            let _ = say.try_send(encode(&ToGuest::Ending(is_synced))?);
-        }
-        drop(say);
+        say(&mut messages, &ToGuest::Welcome(welcome)).await?;
+        let mut conversation = Conversation::new(
+            session.clone(),
+            messages,
+            self.tasks.clone(),
+            stop.clone(),
+            self.ending.clone(),
+        );
+        let way = conversation.way();
+        tasks.spawn("changes", tell_changes(session.clone(), changes, way.clone(), stop.clone()));
+        tasks.spawn("quotas", tell_of_quotas(self.tree.clone(), way, stop.clone()));
+        let heard = conversation.hold().await;
+        let ended = self.end_of(&session, &mut conversation, heard).await;
         stop.cancel();
-        let _ = timeout(BEAT, spoken).await;
         let patience = match &ended {
             Ok(Heard::Bye) => Duration::ZERO,
             Ok(Heard::End) => self.patience.min(SHORT_PATIENCE),
@@ -244,6 +230,28 @@ impl Shared {
         };
         self.disconnect(session.number(), connection, patience);
         ended.map(drop)
+    }
+
+    /// Says what is still to be said.
+    async fn end_of(
+        &self,
+        session: &Session,
+        conversation: &mut Conversation,
+        heard: Result<Heard>,
+    ) -> Result<Heard> {
+        if matches!(heard, Ok(Heard::Bye)) {
+            // Before it hears of it.
+            self.sessions.lock().remove(&session.number());
+        }
+        if heard.is_ok() {
+            let _ = conversation.say_all().await;
+        }
+        if self.ending.is_cancelled() {
+            // Nothing is answered any more, so that this is all of it.
+            let is_synced = self.tree.sync().await.is_ok();
+            let _ = conversation.end_with(&ToGuest::Ending(is_synced)).await;
+        }
+        heard
     }
 
     /// Lets a mount in. Without a session where its own was ended.
@@ -316,130 +324,11 @@ impl Shared {
             tracing::warn!(mount = name, %error, "what a lost mount left stays until the next start");
         }
     }
-
-    /// Waits for something, for as long as a connection and this process go on.
-    async fn until_the_end<T>(&self, stop: &Stop, work: impl Future<Output = T>) -> Option<T> {
-        tokio::select! {
-            biased;
-            () = stop.cancelled() => None,
-            () = self.ending.cancelled() => None,
-            done = work => Some(done),
-        }
-    }
-
-    /// Answers a mount's requests until its stream ends.
-    ///
-    /// # Errors
-    /// That it says nothing, or nonsense.
-    async fn answer_all(
-        self: &Arc<Self>,
-        session: &Arc<Session>,
-        stream: &mut (impl AsyncRead + Unpin),
-        say: &mpsc::Sender<Bytes>,
-        tasks: &TaskGroup,
-    ) -> Result<Heard> {
-        let (places, stop) = (Arc::new(Semaphore::new(AT_ONCE)), tasks.stop());
-        loop {
-            let place = places.clone().acquire_owned();
-            let Some(place) = self.until_the_end(&stop, place).await else { return Ok(Heard::Cut) };
-            let place = place.map_err(|_| Error::bug("a semaphore was closed"))?;
-            let hearing = hear(stream, SILENCE);
-            let Some(heard) = self.until_the_end(&stop, hearing).await else { return Ok(Heard::Cut) };
-            let (id, oldest, request) = match heard? {
-                None => return Ok(Heard::End),
-                Some(ToServer::Alive) => continue,
-                Some(ToServer::Hello(_)) => return Err(Error::corrupt("a mount says twice who it is")),
-                Some(ToServer::Ask { id, oldest, request }) => (id, oldest, request),
-            };
-            let is_last = matches!(request, super::wire::Request::Bye);
-            let (session, say, ending) = (session.clone(), say.clone(), self.ending.clone());
-            let shared = is_last.then(|| self.clone());
-            let lost = stop.clone();
-            // Of the server's group: what was begun is brought to its end, whether its mount hears of it now or asks again.
-            let answered = self.tasks.spawn("answer", async move {
-                let Some(outcome) = session.answer(id, oldest, request).await else {
-                    // Another process has the tree: its mount is to look for that.
-                    return lost.cancel();
-                };
-                if let (Some(shared), Ok(_)) = (shared, &outcome) {
-                    // Before it hears of it.
-                    shared.sessions.lock().remove(&session.number());
-                }
-                let frame = match encode(&ToGuest::Answer { id, outcome }) {
-                    Ok(frame) => Ok(frame),
-                    Err(error) => encode(&ToGuest::Answer { id, outcome: Err(error.into()) }),
-                };
-                drop(place);
-                if let Ok(frame) = frame
-                    && !ending.is_cancelled()
-                {
-                    // Nobody hears it any more, or will ask again.
-                    let _ = say.send(frame).await;
-                }
-            });
-            if is_last {
-                answered.await?;
-                return Ok(Heard::Bye);
-            }
-        }
-    }
 }
 
-fn silent() -> Error {
-    Error::new(ErrorKind::Unavailable, "it says nothing")
-}
-
-/// Writes what is to be said, a beat where there is nothing, until nobody has anything to say.
-pub(super) async fn speak_with(
-    mut stream: impl AsyncWriteExt + Unpin,
-    mut queue: mpsc::Receiver<Bytes>,
-    beat: Bytes,
-    stop: Stop,
-) {
-    let speaking = async {
-        let mut together = Vec::new();
-        loop {
-            together.clear();
-            tokio::select! {
-                frame = queue.recv() => match frame {
-                    Some(frame) => together.extend_from_slice(&frame),
-                    None => break,
-                },
-                () = sleep(BEAT) => together.extend_from_slice(&beat),
-            }
-            // What else is there goes with it.
-            while together.len() < 64 << 10
-                && let Ok(frame) = queue.try_recv()
-            {
-                together.extend_from_slice(&frame);
-            }
-            match timeout(SILENCE + time_for(together.len()), async {
-                stream.write_all(&together).await?;
-                stream.flush().await
-            })
-            .await
-            {
-                Ok(Ok(())) => {}
-                // It takes nothing any more: who hears finds out as well.
-                _ => break,
-            }
-        }
-    };
-    let mut speaking = pin!(speaking);
-    tokio::select! {
-        () = &mut speaking => stop.cancel(),
-        // What is on its way still leaves.
-        () = stop.cancelled() => {
-            let _ = timeout(Duration::from_millis(200), speaking).await;
-        }
-    }
-}
-
-async fn speak(stream: impl AsyncWriteExt + Unpin, queue: mpsc::Receiver<Bytes>, stop: Stop) {
-    match encode(&ToGuest::Alive) {
-        Ok(beat) => speak_with(stream, queue, beat, stop).await,
-        Err(error) => tracing::error!(%error, "a beat cannot be said"),
-    }
+async fn say(messages: &mut Messages<Stream>, message: &ToGuest) -> Result<()> {
+    messages.stream().write_all(&encode(message)?).await?;
+    Ok(messages.stream().flush().await?)
 }
 
 /// Tells a mount what others change of what it may know.
@@ -475,6 +364,7 @@ async fn tell_changes(
             if say.send(frame).await.is_err() {
                 return;
             }
+            sleep(PAUSE).await;
         }
     };
     stop.run_until_cancelled(telling).await;

@@ -11,8 +11,6 @@ use forebay_core::{
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use tokio::io::{AsyncRead, AsyncReadExt};
-use tokio::time::timeout;
 
 use crate::tree::{
     Created, DirectoryPage, Existing, Lookup, NewInode, OutsideChange, Placement, RenameMode, SetAttributes,
@@ -23,6 +21,8 @@ use crate::tree::{
 pub const PROTOCOL: &str = "forebay-tree/1";
 /// The longest message, in bytes: a layout of half a million extents.
 const LONGEST: usize = 64 << 20;
+/// Bytes before the body of a message: its length.
+pub(super) const HEAD: usize = 4;
 
 /// What a mount says.
 #[derive(Debug, Serialize, Deserialize)]
@@ -370,31 +370,33 @@ pub(super) fn encode(message: &impl Message) -> Result<Bytes> {
         let fact = format!("{} bytes of records are more than goes over the network at once", body.len());
         return Err(Error::new(ErrorKind::TooLarge, fact));
     }
-    let mut frame = BytesMut::with_capacity(4 + body.len());
+    let mut frame = BytesMut::with_capacity(HEAD + body.len());
     frame.put_u32_le(body.len() as u32);
     frame.put_slice(&body);
     Ok(frame.freeze())
 }
 
-/// The next message; none where the other side has ended the stream. That says something at least every so often: what is long may
-/// take its time.
+/// How many bytes the body of the message that begins here has, once so much of it has come.
 ///
 /// # Errors
-/// `Unavailable` where it says nothing for that long, or less than a mebibyte a second; `Corrupt` for what is no message; what the
-/// stream says.
-pub(super) async fn hear<M: Message>(
-    stream: &mut (impl AsyncRead + Unpin),
-    silence: Duration,
-) -> Result<Option<M>> {
-    let silent = || Error::new(ErrorKind::Unavailable, "it says nothing");
-    let mut length = [0; 4];
-    match timeout(silence, stream.read_exact(&mut length)).await.map_err(|_| silent())? {
-        Ok(_) => {}
-        Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
-        Err(error) => return Err(error.into()),
+/// `Corrupt` where it is longer than any is.
+pub(super) fn announced(come: &[u8]) -> Result<Option<usize>> {
+    let Some(head) = come.first_chunk::<HEAD>() else { return Ok(None) };
+    let length = u32::from_le_bytes(*head) as usize;
+    match length <= LONGEST {
+        true => Ok(Some(length)),
+        false => Err(Error::corrupt(format!("a message of {length} bytes is announced"))),
     }
-    let length = u32::from_le_bytes(length) as usize;
-    timeout(silence + time_for(length.min(LONGEST)), hear_body(stream, length)).await.map_err(|_| silent())?
+}
+
+/// A message of its body.
+///
+/// # Errors
+/// `Corrupt` for what is none.
+pub(super) fn decode<M: Message>(body: &[u8]) -> Result<M> {
+    let message: M =
+        postcard::from_bytes(body).map_err(|error| Error::corrupt("a message").with_source(error))?;
+    message.check()
 }
 
 /// How long bytes may take on a slow link.
@@ -402,31 +404,17 @@ pub(super) fn time_for(bytes: usize) -> Duration {
     Duration::from_millis(bytes as u64 >> 10)
 }
 
-async fn hear_body<M: Message>(stream: &mut (impl AsyncRead + Unpin), length: usize) -> Result<Option<M>> {
-    if length > LONGEST {
-        return Err(Error::corrupt(format!("a message of {length} bytes is announced")));
-    }
-    let mut body = Vec::new();
-    // Taken as it comes: whoever announces much and sends little takes little.
-    stream.take(length as u64).read_to_end(&mut body).await?;
-    if body.len() < length {
-        return Ok(None);
-    }
-    let message: M =
-        postcard::from_bytes(&body).map_err(|error| Error::corrupt("a message").with_source(error))?;
-    message.check().map(Some)
-}
-
 #[cfg(test)]
 mod tests {
     use forebay_core::{Blob, Extent, Source, Version};
 
+    use super::super::messages::Messages;
     use super::*;
 
     const SECOND: Duration = Duration::from_secs(1);
 
     async fn back<M: Message>(message: &M) -> Result<Option<M>> {
-        hear(&mut &encode(message).expect("short enough")[..], SECOND).await
+        Messages::new(&encode(message).expect("short enough")[..], SECOND).next().await
     }
 
     fn layout(length: u64) -> FileLayout {
@@ -518,12 +506,13 @@ mod tests {
     async fn what_is_no_message_is_refused() {
         let said = encode(&ToServer::Ask { id: 9, oldest: 4, request: Request::Sync }).expect("short");
         for cut in 1..said.len() {
-            let heard: Option<ToServer> = hear(&mut &said[..cut], SECOND).await.expect("cut off is an end");
+            let heard: Option<ToServer> =
+                Messages::new(&said[..cut], SECOND).next().await.expect("cut off is an end");
             assert!(heard.is_none(), "{cut}");
         }
         let long = u32::try_from(LONGEST + 1).expect("fits").to_le_bytes();
         let refused = |frame: Vec<u8>| async move {
-            hear::<ToServer>(&mut &frame[..], SECOND).await.expect_err("refused").kind()
+            Messages::new(&frame[..], SECOND).next::<ToServer>().await.expect_err("refused").kind()
         };
         assert_eq!(refused(long.to_vec()).await, ErrorKind::Corrupt);
         assert_eq!(refused([&[1, 0, 0, 0][..], &[200]].concat()).await, ErrorKind::Corrupt);

@@ -1,5 +1,6 @@
 //! Several mounts at one tree: what one process serves to others, over real connections.
 
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,6 +13,8 @@ use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use futures::FutureExt;
 use parking_lot::Mutex;
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
 
 use super::contract::check_all;
 use super::model::Pair;
@@ -465,5 +468,106 @@ async fn mounts_that_do_not_come_back_are_ended() {
     site.world.write(&other, file, b"other").await.expect("written");
     assert_eq!(site.world.read(&other, file).await.expect("whole"), b"other");
     other.close().await.expect("closed");
+    served.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_that_wait_hold_up_no_others_and_are_bounded() {
+    const MOST: u64 = 512;
+    let site = Site::new(Kind::Memory).await;
+    let served = site.serve().await;
+    let (gate, begun) = (Arc::new(Semaphore::new(0)), Arc::new(AtomicU64::new(0)));
+    let (waiting, counted) = (gate.clone(), begun.clone());
+    served.server.on_command(Box::new(move |command| {
+        counted.fetch_add(1, Ordering::SeqCst);
+        let gate = waiting.clone();
+        async move {
+            gate.acquire().await.expect("open").forget();
+            command
+        }
+        .boxed()
+    }));
+    let guest = Arc::new(site.join().await);
+    let (mut asked, before) = (JoinSet::new(), guest.requests());
+    let mut ask = |number: u64| {
+        let guest = guest.clone();
+        asked.spawn(async move {
+            let said = Bytes::from(number.to_string());
+            guest.command(said.clone()).await.expect("answered") == said
+        });
+    };
+    (0..MOST - 1).for_each(&mut ask);
+    until("the commands", async || begun.load(Ordering::SeqCst) == MOST - 1).await;
+    assert_eq!(guest.lookup(ROOT, b"a").await.expect("answered beside them"), Lookup::Miss);
+    (MOST - 1..MOST + 100).for_each(&mut ask);
+    until("as many as there may be", async || begun.load(Ordering::SeqCst) == MOST).await;
+    until("all that is asked", async || guest.requests() == before + 1 + MOST + 100).await;
+    // Behind those that wait in the stream, and so none of them has begun before it.
+    let behind = tokio::spawn({
+        let guest = guest.clone();
+        async move { guest.lookup(ROOT, b"a").await }
+    });
+    gate.add_permits(1);
+    until("one more", async || begun.load(Ordering::SeqCst) == MOST + 1).await;
+    assert!(!behind.is_finished());
+    gate.add_permits(MOST as usize + 100);
+    assert_eq!(behind.await.expect("no panic").expect("answered"), Lookup::Miss);
+    assert!(asked.join_all().await.into_iter().all(|is_own| is_own));
+    guest.close().await.expect("closed");
+    served.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_many_mounts_one_makes_each_name_and_all_hear_of_it() {
+    const MOUNTS: usize = 48;
+    const NAMES: usize = 32;
+    let site = Site::new(Kind::Memory).await;
+    let served = site.serve().await;
+    let joined = futures::future::join_all((0..MOUNTS).map(|_| site.join())).await;
+    let guests: Vec<Arc<RemoteTree>> = joined.into_iter().map(Arc::new).collect();
+    let mut racing = JoinSet::new();
+    let mut heard = Vec::new();
+    for guest in &guests {
+        guest.read_directory(ROOT, None, NAMES).await.expect("shown");
+        heard.push(guest.outside().listen());
+    }
+    for (number, guest) in guests.iter().cloned().enumerate() {
+        racing.spawn(async move {
+            let mut made = HashMap::new();
+            for name in (0..NAMES).map(|name| format!("{:02}", (name + number) % NAMES)) {
+                match guest.create(ROOT, name.as_bytes(), new_file(), Existing::Refuse).await {
+                    Ok((attributes, is_new)) => {
+                        assert!(is_new);
+                        made.insert(Bytes::from(name), attributes.ino);
+                    }
+                    Err(error) => assert_eq!(error.kind(), ErrorKind::Exists, "{error}"),
+                }
+            }
+            (number, made)
+        });
+    }
+    let mut made = vec![HashMap::new(); MOUNTS];
+    for (number, own) in racing.join_all().await {
+        made[number] = own;
+    }
+    let all: BTreeMap<Bytes, InodeId> =
+        made.iter().flatten().map(|(name, ino)| (name.clone(), *ino)).collect();
+    assert_eq!((all.len(), made.iter().map(HashMap::len).sum::<usize>()), (NAMES, NAMES), "each by one");
+    for (number, guest) in guests.iter().enumerate() {
+        let page = guest.read_directory(ROOT, None, NAMES + 1).await.expect("shown");
+        let shown = page.entries.into_iter().map(|entry| (entry.name, entry.attributes.ino));
+        assert!(shown.eq(all.clone()), "mount {number}");
+        let mut told = HashSet::new();
+        while told.len() < NAMES - made[number].len() {
+            if let OutsideChange::Name { name, .. } = heard[number].next().await.expect("told") {
+                assert!(!made[number].contains_key(&name), "it made that itself");
+                told.insert(name);
+            }
+        }
+    }
+    assert_eq!(served.server.guests().iter().filter(|guest| guest.is_here).count(), MOUNTS);
+    for guest in &guests {
+        guest.close().await.expect("closed");
+    }
     served.end().await;
 }
