@@ -88,6 +88,27 @@ async fn a_load_on_a_mount_that_joined_keeps_what_was_synced_when_both_are_kille
     }
 }
 
+/// So they are in a bucket, whose store fails, delays, refuses and loses answers in every third round.
+///
+/// Promise S77: When fsync returns on a mount that joined, the file's bytes and its name are in the bucket
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_on_s3_on_a_mount_that_joined_keeps_what_was_synced_when_both_are_killed() {
+    if require_fuse("a_load_on_s3_on_a_mount_that_joined_keeps_what_was_synced_when_both_are_killed") {
+        let server = Server::for_volume();
+        if !server.keeps_objects() {
+            let why = "only a server that keeps its objects ends the requests of a killed mount";
+            return skip(
+                "a_load_on_s3_on_a_mount_that_joined_keeps_what_was_synced_when_both_are_killed",
+                why,
+            );
+        }
+        let bucket = server.bucket("a/prefix").await;
+        let scratch = Scratch::new();
+        let load = Load { joins: true, ..Load::of(&scratch, variant_rounds()) };
+        load_and_kill_over_s3(&server, &bucket, load).await;
+    }
+}
+
 /// So they are where what is deleted and replaced is kept for a time.
 ///
 /// Promise S4: When fsync returns, the file's bytes and its name are in the bucket
@@ -267,7 +288,7 @@ async fn load_and_kill(bucket: &Bucket, mut after: impl FnMut(), load: Load<'_>)
     let secret = join_secret(scratch.path());
     let serve = |round: usize| {
         let home = scratch.join(&format!("home-meta-{}", round / 2));
-        joins.then(|| Meta::start(&home, &url, &secret, &[], variables))
+        joins.then(|| Meta::start(&home, &url, &secret, &["--take-over"], variables))
     };
     let joining = ["--join-only", "--join-secret", &secret];
     let options = [options, if joins { &joining } else { &[] }].concat();

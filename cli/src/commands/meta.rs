@@ -37,6 +37,9 @@ pub(crate) struct MetaArguments {
     /// While another process holds the volume, wait until it does not, and serve then.
     #[arg(long)]
     pub(crate) standby: bool,
+    /// Take the volume over from a process that holds it; that one can write nothing any more.
+    #[arg(long, conflicts_with = "standby")]
+    pub(crate) take_over: bool,
     /// Directory for control sockets and local trees.
     #[arg(long, value_name = "DIRECTORY")]
     pub(crate) state_dir: Option<PathBuf>,
@@ -61,6 +64,7 @@ fn volume_settings(arguments: &MetaArguments, settings: &Settings) -> Result<Vol
     volume.cache.peers = Default::default();
     volume.writeback.enabled = false;
     (volume.read_only, volume.dataset, volume.join.only) = (false, false, false);
+    volume.take_over = arguments.take_over;
     if let Some(secret) = &arguments.join_secret {
         volume.join.secret = Some(std::path::absolute(secret)?);
     }

@@ -3,9 +3,11 @@
 use std::fs;
 use std::io::Write;
 use std::net::TcpListener;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use forebay_tests::{Door, Forebay, Manner, Meta, require_fuse};
+use forebay_tests::{Door, Forebay, Manner, Meta, require_fuse, scale};
 
 use super::{Hosts, check_same, free_address, make, wait_for};
 
@@ -202,5 +204,130 @@ fn a_mount_whose_port_is_taken_leaves_the_tree_to_another() {
     fs::write(mount.path().join("after"), "after").expect("written where the next one serves");
     assert_eq!(fs::read_to_string(mount.path().join("before")).expect("found"), "before");
     drop(mount);
+    next.end();
+}
+
+/// Promise S77: When fsync returns on a mount that joined, the file's bytes and its name are in the bucket
+#[test]
+fn what_is_synced_while_one_process_after_another_is_lost_is_there() {
+    if !require_fuse("what_is_synced_while_one_process_after_another_is_lost_is_there") {
+        return;
+    }
+    let hosts = Hosts::of_folder();
+    let mut serving = hosts.serve("meta", &[]);
+    let mounts = ["one", "other"].map(|name| hosts.mount(name, &["--join-only"]));
+    let (is_over, syncs) = (AtomicBool::new(false), AtomicUsize::new(0));
+    let (kept, records) = std::thread::scope(|threads| {
+        let files: Vec<_> = (0..3)
+            .map(|writer| {
+                let (folder, is_over, syncs) = (mounts[0].path(), &is_over, &syncs);
+                threads.spawn(move || write_files(folder, writer, is_over, syncs))
+            })
+            .collect();
+        let appended = threads.spawn(|| append(&mounts[0].path().join("log"), &is_over, &syncs));
+        for round in 0..(2 * scale()).min(10) {
+            let mut next = hosts.serve(&format!("meta-{round}"), &["--standby"]);
+            let before = syncs.load(Ordering::SeqCst);
+            wait_for("syncs", || syncs.load(Ordering::SeqCst) > before + 20);
+            serving.kill();
+            std::mem::swap(&mut serving, &mut next);
+        }
+        let before = syncs.load(Ordering::SeqCst);
+        wait_for("syncs with the last one", || syncs.load(Ordering::SeqCst) > before + 20);
+        is_over.store(true, Ordering::SeqCst);
+        let kept: Vec<String> =
+            files.into_iter().flat_map(|writing| writing.join().expect("no panic")).collect();
+        (kept, appended.join().expect("no panic"))
+    });
+    for mount in &mounts {
+        for name in &kept {
+            let found = fs::read_to_string(mount.path().join(name));
+            assert_eq!(&found.unwrap_or_else(|error| panic!("{name}: {error}")), name);
+        }
+        let log = fs::read_to_string(mount.path().join("log")).expect("the log");
+        let mut lines = log.lines();
+        for record in &records {
+            assert!(lines.any(|line| line == record), "{record} was synced and is not in its place");
+        }
+    }
+    check_same(&mounts[0], &mounts[1]);
+    drop(mounts);
+    serving.end();
+    // Content of files that were lost before they had any is gc's.
+    for upkeep in ["gc", "fsck"] {
+        Forebay::new(&hosts.home("upkeep"), [upkeep, &hosts.url]).run().succeeded();
+    }
+}
+
+/// Makes files, one after another, each with its name as content. Returns those of which all was told to have been done.
+fn write_files(folder: &Path, writer: usize, is_over: &AtomicBool, syncs: &AtomicUsize) -> Vec<String> {
+    let mut kept = Vec::new();
+    for number in 0.. {
+        if is_over.load(Ordering::SeqCst) {
+            break;
+        }
+        let name = format!("f-{writer}-{number}");
+        let write = || {
+            let mut file = fs::File::create(folder.join(&name))?;
+            file.write_all(name.as_bytes())?;
+            file.sync_all()
+        };
+        // What was asked of a process that is lost may fail, and be told so.
+        if write().is_ok() {
+            syncs.fetch_add(1, Ordering::SeqCst);
+            kept.push(name);
+        }
+    }
+    kept
+}
+
+/// Appends lines to a file that stays open. Returns those that were synced.
+fn append(path: &Path, is_over: &AtomicBool, syncs: &AtomicUsize) -> Vec<String> {
+    let mut file = fs::File::options().create(true).append(true).open(path).expect("opened");
+    let mut kept = Vec::new();
+    for number in 0.. {
+        if is_over.load(Ordering::SeqCst) {
+            break;
+        }
+        let line = format!("line {number}");
+        if file.write_all(format!("{line}\n").as_bytes()).and_then(|()| file.sync_all()).is_ok() {
+            syncs.fetch_add(1, Ordering::SeqCst);
+            kept.push(line);
+        }
+    }
+    kept
+}
+
+/// Promise S74: When the process that serves the tree is lost, what is asked of the tree waits up to `deadline_ms` of `[volume.join]` for the next one
+#[test]
+fn what_is_asked_while_nobody_serves_the_tree_fails_in_time_and_is_asked_again() {
+    if !require_fuse("what_is_asked_while_nobody_serves_the_tree_fails_in_time_and_is_asked_again") {
+        return;
+    }
+    let hosts = Hosts::of_folder();
+    let short = hosts.scratch.join("short.toml");
+    fs::write(&short, "[volume.join]\ndeadline_ms = 1500\n").expect("written");
+    let mut meta = hosts.serve("meta", &[]);
+    let mount = hosts.mount("one", &["--join-only", "--config", &short.display().to_string()]);
+    fs::write(mount.path().join("before"), "before").expect("written");
+    let mut open = fs::File::create(mount.path().join("open")).expect("created");
+    open.write_all(b"synced").and_then(|()| open.sync_all()).expect("synced");
+    meta.kill();
+    let failed = |what: &str, outcome: std::io::Result<()>| {
+        let error = outcome.expect_err(what);
+        assert_eq!(error.raw_os_error(), Some(libc::EIO), "{what}: {error}");
+    };
+    failed("a look", fs::metadata(mount.path().join("before")).map(drop));
+    failed("a new name", fs::create_dir(mount.path().join("directory")));
+    failed("a sync", open.write_all(b" and lost").and_then(|()| open.sync_all()));
+    let why = "no process that serves the tree of this volume answered for 1 s";
+    assert!(mount.log().contains(why), "{}", mount.log());
+    let mut next = hosts.serve("next", &[]);
+    wait_for("the next one", || fs::metadata(mount.path().join("before")).is_ok());
+    assert!(!mount.path().join("directory").exists(), "what was told to have failed was not done later");
+    open.write_all(b" and more").and_then(|()| open.sync_all()).expect("synced by the next one");
+    let found = fs::read_to_string(mount.path().join("open")).expect("read");
+    assert_eq!(found, "synced and lost and more");
+    drop((open, mount));
     next.end();
 }
