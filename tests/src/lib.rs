@@ -10,6 +10,7 @@ pub mod door;
 mod dialect;
 pub mod cloud;
 mod bucket;
+mod cable;
 pub mod sample;
 mod shrink;
 pub mod compare;
@@ -20,6 +21,7 @@ pub mod meta;
 mod mounted;
 
 pub use bucket::TestBucket;
+pub use cable::Cable;
 pub use compare::{assert_same_trees, differences};
 pub use door::{Door, Manner, Trouble};
 pub use meta::Meta;

@@ -41,9 +41,20 @@ impl Meta {
         options: &[&str],
         variables: &[(String, String)],
     ) -> Self {
+        Self::start_at(&free_address(), home, source, secret, options, variables)
+    }
+
+    /// The same at an address.
+    pub fn start_at(
+        listen: &str,
+        home: &Path,
+        source: &str,
+        secret: &str,
+        options: &[&str],
+        variables: &[(String, String)],
+    ) -> Self {
         std::fs::create_dir_all(home).expect("a home can be made");
-        let listen = free_address();
-        let ours = ["meta", source, "--join-secret", secret, "--join-listen", &listen];
+        let ours = ["meta", source, "--join-secret", secret, "--join-listen", listen];
         let arguments: Vec<&str> = ours.iter().chain(options).copied().collect();
         let process = Forebay::new(home, arguments).envs(variables).spawn(&home.join("meta.log"));
         Self { home: home.to_owned(), process: Some(process) }

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use forebay_tests::{Door, Forebay, Manner, Meta, require_fuse, scale};
+use forebay_tests::{Cable, Door, Forebay, Manner, Meta, Seeded, noise, require_fuse, scale};
 
 use super::{Hosts, check_same, free_address, make, wait_for};
 
@@ -330,4 +330,47 @@ fn what_is_asked_while_nobody_serves_the_tree_fails_in_time_and_is_asked_again()
     assert_eq!(found, "synced and lost and more");
     drop((open, mount));
     next.end();
+}
+
+/// Promise S74: Files that are open stay open, and what is being written to them goes on.
+#[test]
+fn a_mount_that_was_cut_off_for_long_is_told_what_it_lost() {
+    if !require_fuse("a_mount_that_was_cut_off_for_long_is_told_what_it_lost") {
+        return;
+    }
+    let (hosts, listen) = (Hosts::of_folder(), free_address());
+    let cable = Cable::new(listen.parse().expect("an address")).expect("loopback has free ports");
+    let reached = cable.address().to_string();
+    let options = ["--join-address", &reached];
+    let mut meta =
+        Meta::start_at(&listen, &hosts.home("meta"), &hosts.url, &hosts.secret(), &options, &hosts.envs);
+    let mount = hosts.mount("one", &["--join-only"]);
+    let create = |name: &str| fs::File::create(mount.path().join(name)).expect("created");
+    let (mut open, mut quiet) = (create("open"), create("quiet"));
+    for file in [&mut open, &mut quiet] {
+        file.write_all(b"synced").and_then(|()| file.sync_all()).expect("synced");
+    }
+    open.write_all(b" and in memory").expect("taken");
+    let mut large = create("large");
+    let data = noise(&mut Seeded::new(), 40 << 20);
+    large.write_all(&data).expect("taken, and most of it uploaded");
+    cable.cut();
+    let guests = || hosts.status("meta")["sharing"]["mounts"].as_array().map(Vec::len);
+    wait_for("the end of its session", || guests() == Some(0));
+    cable.mend();
+    wait_for("its new session", || guests() == Some(1));
+    let error = large.sync_all().expect_err("what was uploaded is lost with the session");
+    assert!([libc::EIO, libc::ESTALE].map(Some).contains(&error.raw_os_error()), "{error}");
+    open.sync_all().expect("it has lost nothing");
+    quiet.write_all(b" and more").and_then(|()| quiet.sync_all()).expect("nor has this one");
+    drop((open, quiet, large));
+    let read = |name: &str| fs::read_to_string(mount.path().join(name)).expect("read");
+    assert_eq!((read("open").as_str(), read("quiet").as_str()), ("synced and in memory", "synced and more"));
+    fs::write(mount.path().join("large"), &data).expect("written once more");
+    assert!(fs::read(mount.path().join("large")).expect("read") == data);
+    assert!(mount.log().contains("cut off for too long"), "{}", mount.log());
+    let other = hosts.mount("other", &["--join-only"]);
+    check_same(&mount, &other);
+    drop((mount, other));
+    meta.end();
 }
