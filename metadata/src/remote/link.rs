@@ -227,12 +227,16 @@ impl Link {
         }
     }
 
-    /// Returns when the tree is served, or the reason why not when it was not by `until`.
+    /// Returns when the tree is served, or the reason why not when it was not by `until`, or does not pass.
     pub(super) async fn wait(&self, until: Instant) -> Result<()> {
+        let lasts = |error: &mut Error| matches!(error.kind(), ErrorKind::Denied | ErrorKind::Invalid);
         loop {
             let came = self.came.notified();
             if self.line.lock().say.is_some() {
                 return Ok(());
+            }
+            if let Some(error) = self.trouble.lock().take_if(lasts) {
+                return Err(error);
             }
             if timeout_at(until, came).await.is_err() {
                 return match self.line.lock().say.is_some() {
@@ -261,6 +265,7 @@ impl Link {
                         misses += 1;
                         tracing::debug!(%error, "the tree is not served");
                         *this.trouble.lock() = Some(error);
+                        this.came.notify_waiters();
                     }
                 }
                 sleep(if misses > 20 { LONG_PAUSE } else { PAUSE }).await;
