@@ -1,5 +1,6 @@
 //! What is said with one mount over one stream.
 
+use std::panic::AssertUnwindSafe;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::Poll;
@@ -8,6 +9,7 @@ use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::net::secure::Stream;
 use forebay_io::task::{Stop, TaskGroup};
+use futures::FutureExt;
 use tokio::io::AsyncWriteExt;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::{Duration, Instant, Sleep, sleep, timeout};
@@ -52,6 +54,8 @@ pub(super) struct Conversation {
     ending: Stop,
     /// What is about to leave.
     leaving: Vec<u8>,
+    /// Whether a part of that may have left, and the rest never will.
+    is_torn: bool,
     beat: Pin<Box<Sleep>>,
 }
 
@@ -66,8 +70,8 @@ impl Conversation {
     ) -> Self {
         let (say, to_say) = mpsc::channel(QUEUE);
         let (places, beat) = (Arc::new(Semaphore::new(AT_ONCE)), Box::pin(sleep(BEAT)));
-        let leaving = Vec::new();
-        Self { session, messages, say, to_say, places, answering, stop, ending, leaving, beat }
+        let (leaving, is_torn) = (Vec::new(), false);
+        Self { session, messages, say, to_say, places, answering, stop, ending, leaving, is_torn, beat }
     }
 
     /// By which others say something to the mount.
@@ -157,7 +161,12 @@ impl Conversation {
     /// Answers a request, at once if that waits for nothing.
     fn take(&mut self, id: u64, oldest: u64, request: Request) -> Result<Option<Heard>> {
         let session = self.session.clone();
-        let mut answering = Box::pin(async move { session.answer(id, oldest, request).await });
+        let mut answering = Box::pin(async move {
+            // Who asks is told, and the others of its requests go on.
+            let answering = AssertUnwindSafe(session.answer(id, oldest, request)).catch_unwind();
+            let panicked = |_| Some(Err(Error::bug("what was asked for panicked").into()));
+            answering.await.unwrap_or_else(panicked)
+        });
         let mut here = std::task::Context::from_waker(std::task::Waker::noop());
         match answering.as_mut().poll(&mut here) {
             Poll::Ready(Some(outcome)) => self.leaving.extend(answer(id, outcome)?),
@@ -193,11 +202,12 @@ impl Conversation {
         Ok(heard)
     }
 
-    /// Has leave what is to. False where this side ends the stream meanwhile.
+    /// Has leave what is to. False where this side ends the stream meanwhile, or nothing would be understood any more.
     async fn speak(&mut self) -> Result<bool> {
-        if self.leaving.is_empty() {
-            return Ok(true);
+        if self.is_torn || self.leaving.is_empty() {
+            return Ok(!self.is_torn);
         }
+        self.is_torn = true;
         let patience = SILENCE + time_for(self.leaving.len());
         let stream = self.messages.stream();
         let speaking = async {
@@ -205,21 +215,22 @@ impl Conversation {
             stream.flush().await
         };
         let mut speaking = pin!(timeout(patience, speaking));
-        let said = tokio::select! {
+        let (said, goes_on) = tokio::select! {
             biased;
-            said = &mut speaking => said,
-            () = self.stop.cancelled() => {
-                let _ = timeout(LAST_WORDS, speaking).await;
-                return Ok(false);
-            }
+            said = &mut speaking => (said, true),
+            () = self.stop.cancelled() => match timeout(LAST_WORDS, speaking).await {
+                Ok(said) => (said, false),
+                Err(_) => return Ok(false),
+            },
         };
         said.map_err(|_| Error::new(ErrorKind::Unavailable, "it takes nothing"))??;
+        self.is_torn = false;
         self.leaving.clear();
         if self.leaving.capacity() > 2 * TOGETHER {
             self.leaving = Vec::new();
         }
         self.beat.as_mut().reset(Instant::now() + BEAT);
-        Ok(true)
+        Ok(goes_on)
     }
 }
 

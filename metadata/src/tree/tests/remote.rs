@@ -571,3 +571,17 @@ async fn of_many_mounts_one_makes_each_name_and_all_hear_of_it() {
     }
     served.end().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_that_panics_is_told_and_costs_no_other() {
+    let site = Site::new(Kind::Memory).await;
+    let served = site.serve().await;
+    served.server.on_command(Box::new(|_| panic!("as this test has it")));
+    let guest = site.join().await;
+    let failed = guest.command(Bytes::from_static(b"anything")).await;
+    assert_eq!(kind_of(failed), ErrorKind::Bug);
+    assert_eq!(guest.lookup(ROOT, b"a").await.expect("answered"), Lookup::Miss);
+    assert_eq!(guest.reached().expect("it is there").times, 0, "on the same stream");
+    guest.close().await.expect("closed");
+    served.end().await;
+}
