@@ -78,6 +78,16 @@ async fn prepare(volume: &Volume, source: &Attributes, cancel: &CancellationToke
     Ok(total)
 }
 
+/// Commits what was written through this mount so far to what is to be cloned where the tree is, and to nothing else: of other
+/// files it may be half of a write.
+pub(crate) async fn settle(volume: &Volume, from: &str) -> Result<()> {
+    if !volume.open_inodes().iter().any(|inode| inode.is_pending()) {
+        return Ok(());
+    }
+    let source = resolve(&**volume.tree(), from).await?;
+    prepare(volume, &source, &CancellationToken::new()).await.map(drop)
+}
+
 /// Whether the first name of a file leads through `directory`.
 async fn is_within(tree: &dyn Tree, ino: InodeId, directory: InodeId) -> Result<bool> {
     let mut at = ino;

@@ -23,7 +23,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::Volume;
-use crate::clone::clone;
+use crate::clone::{self, clone};
 use crate::content::Content;
 use crate::joining::Sharing;
 use crate::staging::Staged;
@@ -237,7 +237,7 @@ async fn answer(stream: UnixStream, volume: Arc<Volume>, identity: Identity) -> 
         Err(error) => failed(&Error::invalid(format!("request does not parse: {error}"))),
         Ok(Request::Status) => Reply::Status(Box::new(volume.status(&identity))),
         Ok(request) => match volume.tree().remote().filter(|_| is_of_the_tree(&request)) {
-            Some(tree) => reply_from_elsewhere(&volume, tree, line).await,
+            Some(tree) => reply_from_elsewhere(&volume, tree, &request, line).await,
             None => reply(&volume, request, read, &mut write).await,
         },
     };
@@ -258,10 +258,12 @@ fn is_of_the_tree(request: &Request) -> bool {
     }
 }
 
-/// Has the process that serves the tree do it. What was written through this mount so far is among what it is done to.
-async fn reply_from_elsewhere(volume: &Volume, tree: &RemoteTree, line: String) -> Reply {
+/// Has the process that serves the tree do it. What was written through this mount so far to what is cloned is part of that.
+async fn reply_from_elsewhere(volume: &Volume, tree: &RemoteTree, request: &Request, line: String) -> Reply {
     let asked = async {
-        volume.commit_open().await?;
+        if let Request::Clone { from, .. } = request {
+            clone::settle(volume, from).await?;
+        }
         let reply = tree.command(line.into()).await?;
         serde_json::from_slice(&reply)
             .map_err(|error| Error::corrupt(format!("a reply does not parse: {error}")))

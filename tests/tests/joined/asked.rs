@@ -50,8 +50,14 @@ fn commands_on_a_mount_that_joined_are_done_where_the_tree_is() {
     fs::write(mount.path().join("file"), "text").expect("written");
     let mut open = fs::OpenOptions::new().append(true).open(mount.path().join("file")).expect("opened");
     open.write_all(b" and more").expect("written");
-    // Also what is not closed yet.
+    let mut apart = fs::File::create(mount.path().join("apart")).expect("created");
+    apart.write_all(b"half of it").expect("taken");
+    // Also what is not closed yet, and nothing of any other file.
     forebay(&["clone", &at("file"), &at("copy")]).succeeded();
+    forebay(&["gc", &mount.path().display().to_string()]);
+    assert!(!hosts.scratch.join("bucket/apart").exists(), "it may be half of a write");
+    drop(apart);
+    assert!(hosts.scratch.join("bucket/apart").exists());
     assert_eq!(fs::read_to_string(mount.path().join("copy")).expect("read"), "text and more");
     drop(open);
     fs::create_dir(mount.path().join("small")).expect("made");
