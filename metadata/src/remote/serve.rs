@@ -30,9 +30,6 @@ pub(super) const SILENCE: Duration = Duration::from_secs(7);
 pub(super) const QUEUE: usize = 1024;
 /// Changes told at once.
 const MOST_TOLD: usize = 512;
-/// Between two times that a mount is told of changes: of what a thousand of them change each is told together, and a change after
-/// a while without any at once.
-const PAUSE: Duration = Duration::from_millis(10);
 /// How often quotas are looked for.
 const QUOTA_LOOK: Duration = Duration::from_secs(1);
 
@@ -364,7 +361,6 @@ async fn tell_changes(
             if say.send(frame).await.is_err() {
                 return;
             }
-            sleep(PAUSE).await;
         }
     };
     stop.run_until_cancelled(telling).await;
