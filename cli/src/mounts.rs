@@ -194,7 +194,7 @@ pub(crate) async fn dead(served: &[Mount]) -> Result<Vec<OwnMount>> {
     };
     let mut found = Vec::new();
     for mount in forebay_fuse::own_mounts()? {
-        if !is_served(&mount.directory) && is_dead(&mount.directory).await {
+        if !is_served(&mount.directory) && !mount.is_seen_served() && is_dead(&mount.directory).await {
             found.push(mount);
         }
     }

@@ -10,6 +10,7 @@ mod mountpoint;
 mod transport;
 mod notify;
 mod session;
+mod sign;
 
 pub use errno::{Errno, FsResult};
 pub use handle::Handle;

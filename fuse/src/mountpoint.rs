@@ -14,6 +14,8 @@ use std::path::{Path, PathBuf};
 use forebay_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 
+use crate::sign;
+
 const DEVICE: &str = "/dev/fuse";
 const MOUNT_TABLE: &str = "/proc/self/mountinfo";
 /// The type of our mounts in the mount table.
@@ -88,6 +90,14 @@ pub struct OwnMount {
     pub directory: PathBuf,
     /// What the table says is mounted there: the bucket's URL, unless the mount was given another name.
     pub source: String,
+    device: String,
+}
+
+impl OwnMount {
+    /// Whether a process is seen to serve it, without touching it. One that is not may be served nevertheless.
+    pub fn is_seen_served(&self) -> bool {
+        sign::is_shown(&self.device)
+    }
 }
 
 /// Those that nothing else is mounted on.
@@ -95,7 +105,7 @@ pub fn own_mounts() -> Result<Vec<OwnMount>> {
     Ok(own_in_table(&read_table()?))
 }
 
-/// Whether `path` lies in a mount whose process is gone. Waits for one that hangs.
+/// Whether `path` lies in a mount whose process is gone. Waits for one that hangs; `umount` finds it busy meanwhile.
 pub fn is_dead(path: &Path) -> bool {
     // The attributes of its root may be known to the kernel for as long as they were to last; this is asked each time.
     matches!(rustix::fs::statfs(path), Err(Errno::NOTCONN))
@@ -177,7 +187,7 @@ fn find_in_table(table: &[u8], directory: &Path) -> Option<TableEntry> {
 fn own_in_table(table: &[u8]) -> Vec<OwnMount> {
     let on_top: BTreeMap<_, _> = entries(table).map(|entry| (entry.directory.clone(), entry)).collect();
     let own = on_top.into_values().filter(|entry| entry.kind == OWN_TYPE);
-    own.map(|TableEntry { directory, source, .. }| OwnMount { directory, source }).collect()
+    own.map(|TableEntry { directory, source, device, .. }| OwnMount { directory, source, device }).collect()
 }
 
 /// Space, tab, newline and backslash are written as three octal digits.
@@ -244,7 +254,7 @@ mod tests {
         assert_eq!(found("/c").as_deref(), Some("8:1  "));
         assert_eq!(found("/a"), None);
         // One that lies below another file system is nobody's to see.
-        let own = OwnMount { directory: "/a b".into(), source: "s3://y/ 1".into() };
+        let own = OwnMount { directory: "/a b".into(), source: "s3://y/ 1".into(), device: "0:21".into() };
         assert_eq!(own_in_table(table), [own]);
         assert_eq!(unescape(b"/x\\134y\\12"), b"/x\\y\\12");
     }

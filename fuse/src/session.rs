@@ -20,6 +20,7 @@ use crate::dispatch::{Answerer, Dispatch};
 use crate::fs::{FileSystem, Policy};
 use crate::mountpoint::{self, MountPoint};
 use crate::notify;
+use crate::sign::Sign;
 use crate::transport::{self, Running};
 
 /// Largest READ in bytes, as the kernel's page limit has it by default.
@@ -124,6 +125,7 @@ pub struct Mounted {
     answers: Answerer,
     ended: watch::Receiver<bool>,
     place: Option<Place>,
+    sign: Option<Sign>,
     notices: TaskGroup,
     session: Running,
 }
@@ -188,7 +190,8 @@ pub fn mount(
     }
     notify::start(fs.clone(), session.notifier(), &runtime, &notices);
     info!(source = %options.source, ?target, dataset = options.dataset, "mounted");
-    Ok(Mounted { fs, answers, ended, place, notices, session })
+    let sign = place.as_ref().and_then(|place| Sign::show(&place.device));
+    Ok(Mounted { fs, answers, ended, place, sign, notices, session })
 }
 
 fn find_place(directory: &std::path::Path) -> Result<Place> {
@@ -218,6 +221,8 @@ impl Mounted {
     pub async fn ended(&mut self) -> Result<()> {
         // An error means that the sender is gone, and with it the session.
         let _ = self.ended.wait_for(|ended| *ended).await;
+        // The number may be another mount's now, however long this process has to upload.
+        self.sign = None;
         match self.place.as_ref() {
             Some(place) if place.holds() => {
                 Err(transport::ended_by_itself(&place.directory.display(), self.session.cause()))

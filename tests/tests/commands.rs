@@ -116,6 +116,29 @@ fn a_mount_that_died_is_told_until_it_is_mounted_again_or_detached() {
     assert!(dead().is_empty());
 }
 
+/// Who asks for the mounts of a state directory looks for dead ones of the whole host. To look one up keeps it busy, and
+/// `umount` by another failed.
+#[test]
+fn status_touches_no_mount_that_is_served() {
+    if !require_fuse("status_touches_no_mount_that_is_served") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (source, folder) = (url(&scratch.folder("bucket")), scratch.join("mnt"));
+    let options = ["--log", "info,forebay_fuse=debug"];
+    let mut mount = Mount::new(&scratch.folder("other home"), &source, &folder, &options, &[]);
+    fs::write(folder.join("file"), "x").expect("written");
+    let statfs = |mount: &Mount| mount.log().matches("operation=\"statfs\"").count();
+    assert_eq!(statfs(&mount), 0, "{}", mount.log());
+    for _ in 0..3 {
+        forebay(&scratch, &["status", "--json"]).succeeded();
+    }
+    assert_eq!(statfs(&mount), 0, "{}", mount.log());
+    shell(&folder, "stat -f .").succeeded();
+    assert_eq!(statfs(&mount), 1, "{}", mount.log());
+    mount.unmount();
+}
+
 #[test]
 fn a_refreshed_directory_shows_what_is_new_in_the_bucket() {
     if !require_fuse("a_refreshed_directory_shows_what_is_new_in_the_bucket") {

@@ -14,7 +14,9 @@ use forebay_tests::Forebay;
 use forebay_tests::process::start;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
-use rustix::fs::{CWD, FallocateFlags, RenameFlags, copy_file_range, fallocate, renameat_with};
+use rustix::fs::{
+    AtFlags, CWD, FallocateFlags, RenameFlags, StatxFlags, copy_file_range, fallocate, renameat_with, statx,
+};
 
 use super::operation::{HELD, Operation, operation};
 use super::state::{DIRECTORIES, Found, NAMES, Pairs, Seen, State, laid_over, turned};
@@ -355,7 +357,7 @@ impl Writer {
                     let left = size - read as usize;
                     let copied =
                         copy_file_range(&source, Some(&mut read), &target, Some(&mut written), left)?;
-                    assert!(copied > 0, "{from} ends {left} bytes too early");
+                    assert!(copied > 0, "{}", ends_early(&path(from), &source, left));
                 }
                 Ok(())
             }
@@ -524,6 +526,23 @@ impl Writer {
         let (states, origins, done) = (states.join("\n"), origins.join("\n"), self.done.join("\n"));
         format!("{folder} holds\n{seen}\nnone of\n{states}\n{origins}\nafter\n{done}")
     }
+}
+
+/// What is known of a file of which copy_file_range found too little: what its kernel takes it for, what the mount says of
+/// it, and what is read of it.
+fn ends_early(path: &Path, open: &File, left: usize) -> String {
+    let size = |flags| {
+        let found = statx(open, c"", flags | AtFlags::EMPTY_PATH, StatxFlags::SIZE | StatxFlags::INO);
+        found.map(|found| (found.stx_ino, found.stx_size))
+    };
+    let kept = size(AtFlags::STATX_DONT_SYNC);
+    let (asked, read) = (size(AtFlags::STATX_FORCE_SYNC), fs::read(path).map(|bytes| bytes.len()));
+    let named = fs::metadata(path).map(|named| (named.ino(), named.len()));
+    format!(
+        "{} ends {left} bytes too early. Inode and size: as the kernel had it {kept:?}, as it was told then {asked:?}; of \
+         the name {named:?}; read {read:?} bytes",
+        path.display()
+    )
 }
 
 /// Stores `bytes`, as many as the file has room for, into a mapping of it, and waits for msync. A process of its own does:
