@@ -12,7 +12,7 @@ pub(crate) struct Content {
     base: FileLayout,
     /// Generation of the last commit.
     generation: u64,
-    /// Inline bytes that no blob holds yet.
+    /// Bytes that were written and that no blob holds yet, those that were written over among them.
     dirty: u64,
     /// Bytes from 0 on that were handed to a running upload: part of the file, but not readable before it completes.
     streamed: u64,
@@ -152,9 +152,15 @@ impl Content {
         self.touch(now);
     }
 
+    /// Inline bytes of the file: what is left of those that are dirty.
+    pub(crate) fn inline(&self) -> u64 {
+        let is_inline = |extent: &&Extent| matches!(extent.source, Source::Inline(_));
+        self.layout.extents().iter().filter(is_inline).map(|extent| extent.length).sum()
+    }
+
     /// All inline bytes one after the other, as they go into one blob.
     pub(crate) fn pack(&self) -> Bytes {
-        let mut packed = BytesMut::with_capacity(self.dirty as usize);
+        let mut packed = BytesMut::with_capacity(self.inline() as usize);
         for extent in self.layout.extents() {
             if let Source::Inline(bytes) = &extent.source {
                 packed.extend_from_slice(bytes);
@@ -165,6 +171,19 @@ impl Content {
 
     /// The inline bytes now lie in `blob`, in the order of [`Self::pack`].
     pub(crate) fn packed_into(&mut self, blob: &Blob) {
+        self.move_inline(|at, _| Source::Blob { blob: blob.clone(), offset: at });
+        self.dirty = 0;
+    }
+
+    /// The inline bytes now lie in `packed`, which is what [`Self::pack`] made: what was written over takes no memory any
+    /// more.
+    pub(crate) fn condense(&mut self, packed: &Bytes) {
+        self.move_inline(|at, length| Source::Inline(packed.slice(at as usize..(at + length) as usize)));
+        self.dirty = packed.len() as u64;
+    }
+
+    /// Puts the inline bytes elsewhere: `place` says where, by their offset among them, and their length.
+    fn move_inline(&mut self, place: impl Fn(u64, u64) -> Source) {
         let mut at = 0;
         let inline: Vec<(u64, u64)> = self
             .layout
@@ -174,10 +193,8 @@ impl Content {
             .map(|extent| (extent.offset, extent.length))
             .collect();
         for (offset, length) in inline {
-            let source = Source::Blob { blob: blob.clone(), offset: at };
-            self.layout.write(Extent { offset, length, source });
+            self.layout.write(Extent { offset, length, source: place(at, length) });
             at += length;
         }
-        self.dirty = 0;
     }
 }

@@ -269,6 +269,7 @@ impl OpenInode {
         self.content.write().write(offset, data, self.store.now());
         writer.permits.push(permit);
         if self.look(Content::dirty) >= self.store.write.buffer_bytes
+            && !self.condense(&mut writer)
             && let Err(error) = self.spill(&mut writer, offset + length as u64 >= size).await
         {
             // The bytes are kept, so this write has succeeded: a program that was told otherwise would append them again.

@@ -269,13 +269,17 @@ impl Store {
 
     /// Makes a streamed object visible.
     pub(crate) async fn complete(&self, upload: Upload, placement: &Placement) -> Result<ObjectInfo> {
-        upload.complete(condition(placement)).await.map_err(|error| match is_refused(&error) {
-            true => Error::new(
-                ErrorKind::Stale,
-                format!("`{}` was changed in the bucket while it was being written", placement.key()),
-            )
-            .with_source(error),
-            false => error,
+        let key = placement.key();
+        upload.complete(condition(placement)).await.map_err(|error| {
+            let fact = match error.kind() {
+                ErrorKind::Conflict => format!("`{key}` was changed in the bucket while it was being written"),
+                ErrorKind::NotFound => format!(
+                    "`{key}`, or the upload to it, went from the bucket while it was being written: somebody ended it, as \
+                     is done with those of a process that was not heard of for a minute"
+                ),
+                _ => return error,
+            };
+            Error::new(ErrorKind::Stale, fact).with_source(error)
         })
     }
 }

@@ -357,7 +357,8 @@ impl Writer {
                     let left = size - read as usize;
                     let copied =
                         copy_file_range(&source, Some(&mut read), &target, Some(&mut written), left)?;
-                    assert!(copied > 0, "{}", ends_early(&path(from), &source, left));
+                    let done = || self.done.join("\n");
+                    assert!(copied > 0, "{}, after\n{}", ends_early(&path(from), &source, left), done());
                 }
                 Ok(())
             }

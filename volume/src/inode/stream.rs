@@ -74,6 +74,28 @@ impl OpenInode {
         Ok(())
     }
 
+    /// Lets go of what was written over, if that is half of what is in memory: a page that is written again and again, as
+    /// databases do, never leaves for that alone. Returns whether it was.
+    pub(super) fn condense(&self, writer: &mut Writer) -> bool {
+        let (live, dirty) = self.look(|content| (content.inline(), content.dirty()));
+        if live > dirty / 2 {
+            return false;
+        }
+        let packed = self.look(Content::pack);
+        self.content.write().condense(&packed);
+        let charged: u64 = writer.permits.iter().map(Permit::bytes).sum();
+        let mut spare = charged.saturating_sub(live);
+        while spare > 0
+            && let Some(mut last) = writer.permits.pop()
+        {
+            spare -= last.split(spare).bytes();
+            if last.bytes() > 0 {
+                writer.permits.push(last);
+            }
+        }
+        true
+    }
+
     /// Puts all inline bytes into one owned blob.
     pub(super) async fn pack(&self, writer: &mut Writer) -> Result<()> {
         if self.is_retired() {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use forebay_core::units::{KIB, MIB};
 use forebay_core::{InodeId, ObjectKey};
+use forebay_io::mem::Class;
 use forebay_io::object::{Bucket, Counters, Faults, OperationKind};
 use forebay_io::rng::Rng;
 use forebay_metadata::tree::SetAttributes;
@@ -73,6 +74,46 @@ fn random_writes_are_uploaded_once() {
         let ratio = sent(&asked) as f64 / (WRITES * 4 * KIB) as f64;
         assert!(ratio <= 1.25, "{ratio} bytes sent for each byte written: {asked:?}");
         assert_eq!(asked.of(OperationKind::Part).requests, 0);
+    });
+}
+
+/// Promise: pages that are written again and again go to the store once, with the commit, take no more memory than
+/// `write.buffer_bytes`, and leave no blob behind that nothing refers to.
+#[test]
+fn what_is_written_over_in_memory_is_never_sent() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        let (before, rng) = (fixture.bucket.counters(), Rng::seeded(11));
+        let (mut expected, mut most) = (vec![0; 64 * KIB as usize], 0);
+        for number in 0..2000 {
+            // Pages, and now and then some bytes anywhere.
+            let (at, length) = match number % 8 {
+                0 => (rng.below(60 * KIB), rng.below(4 * KIB) + 1),
+                _ => (rng.below(4) * 16 * KIB, 16 * KIB),
+            };
+            let data = pattern(number, 0..length);
+            expected[at as usize..(at + length) as usize].copy_from_slice(&data);
+            file.write(at, data).await.expect("write");
+            most = most.max(fixture.budget.used(Class::Write));
+            if number % 100 == 0 {
+                let read = file.read(0, 64 << 10).await.expect("read");
+                assert!(read == expected[..file.size() as usize]);
+            }
+        }
+        let asked = fixture.bucket.counters().since(&before);
+        assert_eq!(sent(&asked), 0, "{asked:?}");
+        assert!(most <= MIB + 16 * KIB, "{most} bytes are charged");
+        file.flush().await.expect("close");
+        file.release().await.expect("release");
+        let asked = fixture.bucket.counters().since(&before);
+        assert_eq!((asked.of(OperationKind::Put).requests, sent(&asked)), (1, 64 * KIB), "{asked:?}");
+        assert!(object(&fixture.bucket, "f").await == expected);
+        let tree = volume.tree().local().expect("a tree of this process");
+        let report = tree.fsck(false).await.expect("checked");
+        assert!(report.is_clean(), "{:?}", report.findings);
+        volume.close().await.expect("close");
     });
 }
 

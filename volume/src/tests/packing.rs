@@ -74,49 +74,48 @@ async fn export_all(volume: &Arc<Volume>, plain: bool) -> Exported {
 
 /// Promise S54: In a packed directory small files share objects: those that are closed at the same time go to the store in
 /// one, and after a round of gc a reader who has nothing in the cache gets all of them with a request for each 4 MiB.
-#[test]
-fn files_that_are_closed_together_share_requests() {
-    run(async {
-        let delay = Delay { request_us: 2_000, mib_us: 0 };
-        let fixture = Fixture::new(Bucket::in_memory().with_delay(delay));
-        let volume = open_packed(&fixture).await;
-        let before = fixture.bucket.counters();
-        let writers = (0..8_u64).map(|writer| {
-            let volume = volume.clone();
-            async move {
-                for number in 0..125 {
-                    let content = pattern(writer, number..number + 4 * KIB);
-                    write(&volume, &format!("f{writer}-{number}"), content).await;
-                }
+// A request takes its time once everybody waits, however slow the machine.
+#[tokio::test(start_paused = true)]
+async fn files_that_are_closed_together_share_requests() {
+    let delay = Delay { request_us: 2_000, mib_us: 0 };
+    let fixture = Fixture::new(Bucket::in_memory().with_delay(delay));
+    let volume = open_packed(&fixture).await;
+    let before = fixture.bucket.counters();
+    let writers = (0..8_u64).map(|writer| {
+        let volume = volume.clone();
+        async move {
+            for number in 0..125 {
+                let content = pattern(writer, number..number + 4 * KIB);
+                write(&volume, &format!("f{writer}-{number}"), content).await;
             }
-        });
-        futures::future::join_all(writers).await;
-        let asked = fixture.bucket.counters().since(&before);
-        let puts = asked.of(OperationKind::Put).requests;
-        assert!(puts <= 500, "at least two files share each: {asked:?}");
-        assert_eq!(keys(&fixture.bucket).await.1.len(), 0, "nothing lies at a path of its own");
-        volume.close().await.expect("close");
-
-        let mut gets = Vec::new();
-        for _ in 0..2 {
-            // A new volume has an empty cache.
-            let volume = fixture.open().await;
-            let before = fixture.bucket.counters();
-            for writer in 0..8 {
-                for number in 0..125 {
-                    let expected = pattern(writer, number..number + 4 * KIB);
-                    assert!(read(&volume, &format!("f{writer}-{number}")).await == expected);
-                }
-            }
-            gets.push(fixture.bucket.counters().since(&before).of(OperationKind::Get).requests);
-            let compacted = compact_now(&volume).await;
-            assert!(compacted.live_bytes == compacted.bytes, "{compacted:?}");
-            check_clean(&volume).await;
-            volume.close().await.expect("close");
         }
-        assert!(gets[0] <= puts && gets[1] == 1, "{gets:?} GETs for 1,000 files, {puts} PUTs");
-        assert_eq!(keys(&fixture.bucket).await.0.len(), 1, "one segment of 4,000 KiB");
     });
+    futures::future::join_all(writers).await;
+    let asked = fixture.bucket.counters().since(&before);
+    let puts = asked.of(OperationKind::Put).requests;
+    assert!(puts <= 500, "at least two files share each: {asked:?}");
+    assert_eq!(keys(&fixture.bucket).await.1.len(), 0, "nothing lies at a path of its own");
+    volume.close().await.expect("close");
+
+    let mut gets = Vec::new();
+    for _ in 0..2 {
+        // A new volume has an empty cache.
+        let volume = fixture.open().await;
+        let before = fixture.bucket.counters();
+        for writer in 0..8 {
+            for number in 0..125 {
+                let expected = pattern(writer, number..number + 4 * KIB);
+                assert!(read(&volume, &format!("f{writer}-{number}")).await == expected);
+            }
+        }
+        gets.push(fixture.bucket.counters().since(&before).of(OperationKind::Get).requests);
+        let compacted = compact_now(&volume).await;
+        assert!(compacted.live_bytes == compacted.bytes, "{compacted:?}");
+        check_clean(&volume).await;
+        volume.close().await.expect("close");
+    }
+    assert!(gets[0] <= puts && gets[1] == 1, "{gets:?} GETs for 1,000 files, {puts} PUTs");
+    assert_eq!(keys(&fixture.bucket).await.0.len(), 1, "one segment of 4,000 KiB");
 }
 
 /// Promise: a warmup of packed files brings in each segment once, and proves it.
