@@ -97,11 +97,18 @@ impl OpenInode {
     /// Shows what other mounts wrote, unless something is being written here, which goes over that when it is committed. What
     /// was committed here and is not in the tree any more was lost with the process that served that: each handle is told.
     pub(crate) async fn catch_up_with_others(&self) {
-        // Before it is looked at: what comes after that sets it again.
         self.is_behind.store(true, SeqCst);
         let Ok(_turn) = self.writer.try_lock() else { return };
-        self.is_behind.store(false, SeqCst);
-        self.compare(false).await;
+        self.catch_up_in_turn().await;
+    }
+
+    /// The same for who has the turn, where others changed it since it was looked at.
+    pub(super) async fn catch_up_in_turn(&self) {
+        if self.is_behind.load(SeqCst) {
+            // Before it is looked at: what comes after that sets it again.
+            self.is_behind.store(false, SeqCst);
+            self.compare(false).await;
+        }
     }
 
     /// The same once for each time that a process was lost which served the tree, however long that takes.

@@ -19,6 +19,7 @@ impl OpenInode {
         if self.ino == source.ino {
             let mut turn = self.writer.lock().await;
             self.check_kept(told)?;
+            self.catch_up_in_turn().await;
             self.commit_all(&mut turn).await?;
             return self.share_committed(source, range, to).await;
         }
@@ -32,6 +33,7 @@ impl OpenInode {
             of_source = source.writer.lock().await;
         }
         self.check_kept(told)?;
+        source.catch_up_in_turn().await;
         source.commit_all(&mut of_source).await?;
         self.finish_stream(&mut own).await?;
         if self.look(Content::dirty) > 0 {

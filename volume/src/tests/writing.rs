@@ -636,6 +636,37 @@ fn what_other_mounts_commit_is_shown_and_what_is_lost_is_told() {
     });
 }
 
+/// A copy is of what other mounts committed, also where they did while the file was being sealed here, and was not looked at.
+#[test]
+fn a_copy_is_of_what_other_mounts_committed() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        for (name, content) in [("f", &b"one"[..]), ("other", b"longer text")] {
+            let file = create(&volume, name).await;
+            file.write(0, Bytes::from_static(content)).await.expect("write");
+            file.flush().await.expect("committed");
+            file.release().await.expect("release");
+        }
+        let (file, copy) = (open(&volume, "f", READ_WRITE).await, create(&volume, "copy").await);
+        let number = async |name| resolve(&**volume.tree(), name).await.expect("the file").ino;
+        let (ino, lender) = (number("f").await, number("other").await);
+        let (_, generation) = volume.tree().layout(ino).await.expect("a layout");
+        let (layout, _) = volume.tree().layout(lender).await.expect("a layout");
+        let now = fixture.clock.wall();
+        volume.tree().commit_shared(ino, generation, layout, now, lender).await.expect("committed elsewhere");
+        let inode = volume.open_inodes().into_iter().find(|inode| inode.ino() == ino).expect("it is open");
+        let turn = inode.turn().await;
+        inode.catch_up_with_others().await;
+        drop(turn);
+        assert_eq!(copy.share(&file, 0..100, 0).await.expect("shared"), 11);
+        assert_eq!(copy.read(0, 100).await.expect("read"), &b"longer text"[..]);
+        for handle in [file, copy] {
+            handle.release().await.expect("release");
+        }
+    });
+}
+
 /// A file that is open is opened again while the tree cannot be asked: the handle that was refused stayed, and with it the
 /// file's state for as long as the volume was mounted.
 #[test]
