@@ -52,7 +52,9 @@ impl FromStr for BucketUrl {
     fn from_str(text: &str) -> Result<Self> {
         let hint = "write s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///directory";
         let bad = |why: &str| Error::invalid(format!("`{text}` is not a bucket URL: {why}")).with_hint(hint);
-        let (scheme, rest) = text.split_once("://").ok_or_else(|| bad("it has no scheme"))?;
+        let (scheme, rest) = text.split_once("://").ok_or_else(|| {
+            bad("it has no scheme").with_hint(format!("{hint}; `forebay status` shows that of a mount"))
+        })?;
         let scheme = match scheme.to_ascii_lowercase().as_str() {
             "s3" => Scheme::S3,
             "gs" => Scheme::Gcs,
