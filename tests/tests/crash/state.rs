@@ -18,6 +18,13 @@ pub(crate) struct Found {
     pub(crate) bytes: Arc<Vec<u8>>,
 }
 
+/// An inode that does not hold the same bytes under each of its names.
+pub(crate) fn differing(seen: &Seen) -> Option<u64> {
+    let mut known = BTreeMap::new();
+    let mut files = seen.values();
+    files.find(|file| **known.entry(file.inode).or_insert(&file.bytes) != file.bytes).map(|file| file.inode)
+}
+
 /// Which file is which inode. Two files may well hold the same bytes.
 #[derive(Default)]
 pub(crate) struct Pairs {
@@ -74,7 +81,10 @@ impl State {
             if !pairs.fits(*file, *inode) || !self.may_hold(*file, bytes) {
                 return None;
             }
-            found.files.entry(*file).or_insert_with(|| bytes.clone());
+            // Under each of its names it is the same.
+            if found.files.entry(*file).or_insert_with(|| bytes.clone()) != bytes {
+                return None;
+            }
         }
         (seen.len() == self.names.len()).then_some(found)
     }
