@@ -10,6 +10,7 @@ mod sizes;
 mod removing;
 mod failing;
 mod moving;
+mod others;
 mod outside;
 mod cloning;
 mod closing;
