@@ -18,10 +18,7 @@ pub(crate) fn exception(error: &Error) -> PyErr {
         ErrorKind::NotDirectory | ErrorKind::IsDirectory | ErrorKind::NameTooLong => "CheckpointInvalid",
         ErrorKind::NotEmpty | ErrorKind::NoAttribute | ErrorKind::Bug => "CheckpointError",
     };
-    let text = match error.hint() {
-        Some(hint) => format!("{error} (hint: {hint})"),
-        None => error.to_string(),
-    };
+    let text = text(error);
     Python::attach(|py| {
         let made = py
             .import("forebay._errors")
@@ -29,6 +26,14 @@ pub(crate) fn exception(error: &Error) -> PyErr {
             .and_then(|class| class.call1((text.as_str(),)));
         made.map(PyErr::from_value).unwrap_or_else(|_| PyRuntimeError::new_err(text))
     })
+}
+
+/// Its cause, and a way out.
+pub(crate) fn text(error: &Error) -> String {
+    match error.hint() {
+        Some(hint) => format!("{error} (hint: {hint})"),
+        None => error.to_string(),
+    }
 }
 
 /// A result of the engine as one of Python's.

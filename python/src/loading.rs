@@ -118,7 +118,7 @@ pub(crate) fn open_step(
             _ => error,
         })
     })?;
-    Ok(Step { place: Place::Store(url), attempt, manifest, bytes_read: AtomicU64::new(0) })
+    Ok(Step::new(Place::Store(url), attempt, manifest))
 }
 
 /// Saves the tensors of a Hugging Face directory, by its URL, as a step of a start of its own; gives what to warn of.
@@ -157,6 +157,7 @@ pub(crate) struct Step {
     attempt: String,
     pub(crate) manifest: Manifest,
     bytes_read: AtomicU64,
+    rdma_bytes: AtomicU64,
 }
 
 /// The shards of a step in memory.
@@ -178,7 +179,12 @@ impl Step {
     /// Such a step has its start's nonce for its run.
     fn near(place: Place, manifest: Manifest) -> Self {
         let attempt = manifest.run.get(..8).unwrap_or_default().to_owned();
-        Self { place, attempt, manifest, bytes_read: AtomicU64::new(0) }
+        Self::new(place, attempt, manifest)
+    }
+
+    fn new(place: Place, attempt: String, manifest: Manifest) -> Self {
+        let (bytes_read, rdma_bytes) = Default::default();
+        Self { place, attempt, manifest, bytes_read, rdma_bytes }
     }
 
     /// What Python wants, as the engine has it.
@@ -224,6 +230,11 @@ impl Step {
         }
     }
 
+    /// Notes that network cards brought so many bytes.
+    pub(crate) fn count_rdma(&self, bytes: u64) {
+        self.rdma_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
     pub(crate) fn count(&self, wanted: &[Wanted]) {
         let size: usize = wanted.iter().map(|(_, _, _, length)| length).sum();
         self.bytes_read.fetch_add(size as u64, Ordering::Relaxed);
@@ -257,6 +268,12 @@ impl Step {
     #[getter]
     fn bytes_read(&self) -> u64 {
         self.bytes_read.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that this host's network card read out of other hosts' memory so far.
+    #[getter]
+    fn rdma_bytes(&self) -> u64 {
+        self.rdma_bytes.load(Ordering::Relaxed)
     }
 
     #[getter]

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
 use forebay_ckpt::manifest::Shard;
 use forebay_ckpt::restore::{
@@ -12,13 +13,14 @@ use forebay_ckpt::restore::{
 use forebay_core::{Error, Result};
 use forebay_io::codec;
 use forebay_io::mem::{ReadMapping, SharedMemory, WriteMapping};
+use forebay_io::net::{Rdma, Wanted as Cards};
 use forebay_io::object::Bucket;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use tokio::runtime::Runtime;
 
 use crate::buffer;
-use crate::errors::{OrRaise, exception};
+use crate::errors::{OrRaise, exception, text};
 use crate::loading::{Boxed, Place, Step, Wanted, here, open};
 use crate::ranks::{Door, Group, parse, patience};
 
@@ -30,6 +32,10 @@ pub(crate) struct Together {
     /// What the store is asked by; none where the step lies in memory.
     store: Option<(Runtime, Bucket)>,
     links: Mutex<Links>,
+    /// The network card that reads other hosts' memory, once there are ways.
+    rdma: Mutex<Option<Arc<Rdma>>>,
+    /// Why there is none that is wanted.
+    no_rdma: Mutex<Option<Error>>,
     /// This rank's memory, and its buffers, where there is something to lend.
     memory: Option<SharedMemory>,
     own: Mutex<Vec<WriteMapping>>,
@@ -98,8 +104,9 @@ impl Together {
             Ok((plan, store, memory, own))
         });
         let (plan, store, memory, own) = made.or_raise()?;
-        let (own, links) = (Mutex::new(own), Mutex::default());
-        Ok(Self { step, plan, store, links, memory, own, came: Mutex::default(), lent: Mutex::default() })
+        let own = Mutex::new(own);
+        let (links, rdma, no_rdma, came, lent) = Default::default();
+        Ok(Self { step, plan, store, links, rdma, no_rdma, memory, own, came, lent })
     }
 
     /// How often the ranks of a host meet.
@@ -123,17 +130,35 @@ impl Together {
         })
     }
 
-    /// Makes the ways to ranks of other hosts: by `addresses`, of each rank as JSON, and this one's `door`. Gives those to or from
-    /// which there is none.
-    fn connect(&self, py: Python<'_>, door: &Door, addresses: Vec<String>) -> PyResult<BTreeSet<usize>> {
+    /// Makes the ways to ranks of other hosts: by `addresses`, of each rank as JSON, and this one's `door`, through the network
+    /// `cards` that are wanted, where those are there. Gives those to or from which there is none.
+    fn connect(
+        &self,
+        py: Python<'_>,
+        door: &Door,
+        addresses: Vec<String>,
+        cards: &str,
+    ) -> PyResult<BTreeSet<usize>> {
         let connect = || -> Result<_> {
+            let cards: Cards = cards.parse()?;
             let addresses: Vec<Address> = addresses.iter().map(|text| parse(text)).collect::<Result<_>>()?;
-            let links = Links::connect(&door.take()?, &addresses, self.plan.rank(), self.plan.peers())?;
-            let missing = links.missing(self.plan.peers());
-            *self.links.lock() = links;
+            let (rank, peers) = (self.plan.rank(), self.plan.peers());
+            let rdma = Rdma::open(&cards, rank).unwrap_or_else(|error| {
+                *self.no_rdma.lock() = Some(error);
+                None
+            });
+            let links = Links::connect(&door.take()?, &addresses, rank, peers, rdma.clone())?;
+            let missing = links.missing(peers);
+            (*self.links.lock(), *self.rdma.lock()) = (links, rdma);
             Ok(missing)
         };
         py.detach(connect).or_raise()
+    }
+
+    /// Why cards did not bring what they were to bring, if there was anything.
+    fn card_trouble(&self) -> Option<String> {
+        let found = self.no_rdma.lock().as_ref().map(text);
+        found.or_else(|| self.links.lock().trouble().as_ref().map(text))
     }
 
     /// Maps what was lent, once all ranks lent theirs.
@@ -185,6 +210,7 @@ impl Together {
             self.plan.read((shards, &step.manifest), Lent { own, all }, &links, places, threads, &mut meet)
         };
         let outcome = py.detach(|| self.with_shards(read));
+        step.count_rdma(self.rdma.lock().as_ref().map_or(0, |rdma| rdma.bytes_read()));
         let raised = raised.lock().take();
         raised.map_or_else(|| outcome.or_raise(), Err)
     }

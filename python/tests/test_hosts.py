@@ -389,6 +389,25 @@ def test_hosts_that_send_each_other_nothing_read_for_themselves(
         assert "ranks of other hosts cannot be reached" in told[0] and "must reach each other by TCP" in told[0]
 
 
+def test_cards_that_are_not_there_are_told_and_done_without(hosts: Hosts, tmp_path: Path, monkeypatch: Any) -> None:
+    """What cards do that are there is seen in `tests/tests/rdma.rs`."""
+    forebay.save({"w": wide(1)}, tmp_path, step=5)
+    monkeypatch.setenv("FOREBAY_RDMA", "mlx5_9:1:3")
+    for right, read, told in restored_once(hosts, tmp_path):
+        assert right and 0.25 <= read <= 0.26, read
+        assert len(told) == 1 and "came over TCP, not RDMA: " in told[0] and "FOREBAY_RDMA" in told[0], told
+    monkeypatch.setenv("FOREBAY_RDMA", "mlx5_9:one")
+
+    def restore(rank: int) -> Any:
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            with pytest.raises(forebay.CheckpointInvalid) as raised:
+                checkpointer.restore({"w": torch.zeros_like(wide(1))})
+        return str(raised.value)
+
+    for text in hosts.run(2, restore):
+        assert '"mlx5_9:one" is no port (hint: use auto, off, or DEVICE[:PORT[:GID_INDEX]]' in text
+
+
 def test_dcp_saves_and_loads_a_job_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     def save(rank: int) -> Any:
         with forebay.dcp.Writer(tmp_path) as writer:

@@ -73,6 +73,7 @@ def test_metrics_count_all_saves_and_restores(tmp_path: Path) -> None:
     assert found["forebay_save_seconds_sum", "sealed"] <= found["forebay_save_seconds_sum", "durable"]
     assert ("forebay_save_seconds_count", "local") not in found
     assert found["forebay_restore_seconds_count", "arena"] == 1 and found["forebay_restored_bytes_total", "arena"] == 1200
+    assert found["forebay_rdma_bytes_total",] == 0
     assert found["forebay_saves_skipped_total",] == found["forebay_copies_missed_total",] == 0
 
 

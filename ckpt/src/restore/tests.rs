@@ -1,12 +1,12 @@
 //! Slices of every kind come back as the tensor they were cut from.
 
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier};
 
 use bytes::Bytes;
 use forebay_core::ErrorKind;
 use forebay_io::mem::{ReadMapping, SharedMemory, WriteMapping};
-use forebay_io::net::Door;
+use forebay_io::net::{Door, Rdma};
 use forebay_io::object::{Condition, OperationKind};
 
 use super::through::tests::taker;
@@ -372,6 +372,14 @@ async fn read_on_hosts(
     tokio::task::spawn_blocking(work).await.expect("join")
 }
 
+/// A rank's network card, in a machine that has some (`tests/tests/rdma.rs`); elsewhere bytes go over TCP.
+fn card(rank: usize) -> Option<Arc<Rdma>> {
+    let wanted = std::env::var("FOREBAY_TEST_RDMA").ok()?;
+    let card = Rdma::open(&wanted.parse().expect("names of cards"), rank).expect("open").expect("a card");
+    println!("rank {rank} has {card}");
+    Some(card)
+}
+
 /// The ways between ranks of different hosts.
 pub(super) fn connect(ranks: &[Together]) -> Vec<Links> {
     let doors: Vec<Door> = ranks.iter().map(|_| Door::open("secret".into()).expect("a port")).collect();
@@ -383,8 +391,11 @@ pub(super) fn connect(ranks: &[Together]) -> Vec<Links> {
     std::thread::scope(|scope| {
         let coming = ranks.iter().zip(&doors).enumerate().map(|(rank, (together, door))| {
             scope.spawn(move || {
-                let links = Links::connect(door, addresses, rank, together.peers()).expect("connect");
-                assert!(links.missing(together.peers()).is_empty());
+                let (peers, card) = (together.peers(), card(rank));
+                let direct = if card.is_some() { peers.from.len() + peers.to.len() } else { 0 };
+                let links = Links::connect(door, addresses, rank, peers, card).expect("connect");
+                assert!(links.missing(peers).is_empty());
+                assert_eq!(links.direct(), direct);
                 links
             })
         });

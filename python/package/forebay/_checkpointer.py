@@ -301,7 +301,8 @@ class Checkpointer(Saver):
             return None
         use_together(self._ranks, "set generators", lambda: set_rng_state(generators))
         seconds, rank, size = time.monotonic() - begun, self._ranks.rank, found.bytes_read
-        self.restored = Restored(found.step, found.tier, rank, size, seconds, self._ladder.passed_over)
+        by_card, passed_over = found.rdma_bytes, self._ladder.passed_over
+        self.restored = Restored(found.step, found.tier, rank, size, seconds, passed_over, by_card)
         # As all ranks know it: this one may have failed where others saved.
         if goes_back and self._newest is not None and found.step < self._newest:
             # No rank begins anew while another one waits for the store.

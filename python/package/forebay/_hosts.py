@@ -79,6 +79,11 @@ def come(store: Any, name: str, place: str, patience_s: float) -> Optional[_nati
         pause = min(2 * pause, _PAUSES_S[1])
 
 
+def wanted_cards() -> str:
+    """The network cards that may read other hosts' memory (RDMA): `auto`, `off`, or `DEVICE[:PORT[:GID_INDEX]],...`."""
+    return os.environ.get("FOREBAY_RDMA", "auto")
+
+
 def _addresses() -> list[str]:
     """Under which others may reach this host, likely ones first."""
     master, name = os.environ.get("MASTER_ADDR", ""), socket.gethostname()

@@ -43,6 +43,9 @@ class Restored:
     """How long it took."""
     passed_over: tuple[str, ...]
     """Why a nearer tier was not used, where it had something, or a newer step."""
+    rdma_bytes: int = 0
+    """Bytes that this rank's network card read out of other hosts' memory (RDMA), its own and those that it passed on; what
+    else came of other hosts came over TCP."""
 
     def as_dict(self) -> dict[str, Any]:
         """The same, as plain data."""

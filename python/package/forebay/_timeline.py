@@ -25,6 +25,7 @@ _FAMILIES = {
     "forebay_copies_missed": ("counter", "Saves without a copy on the local disk."),
     "forebay_restored_bytes": ("counter", "Bytes that restores read."),
     "forebay_restore_seconds": ("summary", "Seconds that restores took."),
+    "forebay_rdma_bytes": ("counter", "Bytes that network cards read out of other hosts' memory for restores."),
 }
 """Each family's kind and what it says, in the order in which they are told."""
 
@@ -82,6 +83,7 @@ def _count(totals: _Totals, entry: dict[str, Any]) -> None:
     if entry["act"] == "restore":
         label = f',tier="{entry["tier"]}"'
         totals["forebay_restored_bytes_total", label] += entry["bytes"]
+        totals["forebay_rdma_bytes_total", ""] += entry["rdma_bytes"]
         _observe(totals, "forebay_restore_seconds", label, entry["seconds"])
         return
     totals["forebay_saves_total", ""] += 1

@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 from . import _native
 from ._errors import CheckpointCorrupt, CheckpointError, warn
-from ._hosts import new_door
+from ._hosts import new_door, wanted_cards
 from ._pieces import Pieces
 from ._ranks import Ranks, use_together
 from ._tensors import Tensors
@@ -57,8 +57,8 @@ def read_shared(step: _native.Step, ranks: Ranks, tensors: Tensors) -> None:
     def connect() -> dict[str, Any]:
         together.take_lent()
         if doors:
-            missing = together.connect(doors[0], [json.dumps(word["address"]) for word in words])
-            found.tell_lost(missing, "cannot be reached")
+            addresses = [json.dumps(word["address"]) for word in words]
+            found.tell_lost(together.connect(doors[0], addresses, wanted_cards()), "cannot be reached")
         return {}
 
     def meet(is_whole: bool, lost: set[int], error: Optional[BaseException]) -> bool:
@@ -88,6 +88,8 @@ def read_shared(step: _native.Step, ranks: Ranks, tensors: Tensors) -> None:
             near.lend(together)
             near.gather("connect", connect)
             found.is_whole = together.read(targets, pieces.wanted, (pieces.take, meet), threads)
+            if (trouble := together.card_trouble()) is not None:
+                warn(f"step {step.step}: bytes of other hosts came over TCP, not RDMA: {trouble}")
         if found.is_whole:
             together.read_rest(targets, threads)
             pieces.read(together.read_rest_through, threads)

@@ -6,12 +6,13 @@
 //! passes it on. The bytes are checked by each rank that holds them.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use forebay_core::{Error, Result};
 use forebay_io::clock::Clock;
-use forebay_io::net::{BulkReceiver, BulkSender, Door, Label, Message};
+use forebay_io::net::{BulkReceiver, BulkSender, Door, Label, Lending, Message, Rdma};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
@@ -51,27 +52,44 @@ pub struct Peers {
 pub struct Links {
     from: HashMap<usize, Mutex<Option<BulkReceiver>>>,
     to: HashMap<usize, BulkSender>,
+    /// The card by which what lies in lent memory is read by others, and this rank reads theirs.
+    rdma: Option<Arc<Rdma>>,
+    /// Why that is done without.
+    trouble: Mutex<Option<Error>>,
 }
 
 impl Links {
     /// Goes to the `addresses` of those that `rank` sends to, given for each rank, and waits at its own `door` for those that
-    /// send to it. Who does not come, or is not there, has no way.
+    /// send to it. Who does not come, or is not there, has no way. Where both ends have cards that reach each other, bytes go by
+    /// these, else over TCP.
     ///
     /// # Errors
     /// What waiting at the door has.
-    pub fn connect(door: &Door, addresses: &[Address], rank: usize, peers: &Peers) -> Result<Self> {
+    pub fn connect(
+        door: &Door,
+        addresses: &[Address],
+        rank: usize,
+        peers: &Peers,
+        rdma: Option<Arc<Rdma>>,
+    ) -> Result<Self> {
+        let card = rdma.as_ref();
         let go = |to: usize| {
             let Address { addresses, port, secret } = addresses.get(to)?;
-            BulkSender::connect(addresses, *port, secret, rank as u32, CONNECTING)
+            BulkSender::connect(addresses, *port, secret, rank as u32, CONNECTING, card)
         };
         let (came, to) = std::thread::scope(|scope| {
             let going: Vec<_> = peers.to.iter().map(|to| (*to, scope.spawn(move || go(*to)))).collect();
-            let came = BulkReceiver::welcome(door, peers.from.len(), CONNECTING);
+            let came = BulkReceiver::welcome(door, peers.from.len(), CONNECTING, card);
             let went = going.into_iter().filter_map(|(to, way)| Some((to, way.join().ok()??)));
             (came, went.collect())
         });
         let came = came?.into_iter().map(|(from, way)| (from as usize, Mutex::new(Some(way))));
-        Ok(Self { from: came.filter(|(from, _)| peers.from.contains(from)).collect(), to })
+        Ok(Self {
+            from: came.filter(|(from, _)| peers.from.contains(from)).collect(),
+            to,
+            rdma,
+            trouble: Mutex::default(),
+        })
     }
 
     /// Of these `peers`, those that there is no way from or to.
@@ -79,6 +97,25 @@ impl Links {
         let from = peers.from.iter().filter(|rank| !self.from.contains_key(rank));
         let to = peers.to.iter().filter(|rank| !self.to.contains_key(rank));
         from.chain(to).copied().collect()
+    }
+
+    /// How many of the ways go by network cards that read each other's memory, of those that are left.
+    pub fn direct(&self) -> usize {
+        let from = self.from.values().filter(|way| way.lock().as_ref().is_some_and(BulkReceiver::is_direct));
+        from.count() + self.to.values().filter(|way| way.is_direct()).count()
+    }
+
+    /// Lends memory to the cards, if bytes go by these.
+    pub(super) fn lend<'m>(&self, memory: &[&'m mut [u8]]) -> Option<Lending<'m>> {
+        let rdma = self.rdma.as_ref().filter(|_| self.direct() > 0)?;
+        rdma.lend(memory).map_err(|error| *self.trouble.lock() = Some(error)).ok()
+    }
+
+    /// Why the card did not bring what it was to bring, if there was anything.
+    pub fn trouble(&self) -> Option<Error> {
+        let of_way = |way: &Mutex<Option<BulkReceiver>>| Some(way.lock().as_ref()?.trouble()?.duplicate());
+        let own = self.trouble.lock().as_ref().map(Error::duplicate);
+        own.or_else(|| self.from.values().find_map(of_way))
     }
 
     /// Says to all that this rank sends to that nothing more comes.
@@ -214,12 +251,19 @@ fn label(round: u32, slice: SliceId, piece: usize) -> Label {
 
 /// Sends pieces, until no more come or it is to give up, which it says.
 fn send(way: Option<&BulkSender>, round: u32, pieces: &Receiver<Option<(Label, &[u8])>>) {
-    let sent = way.into_iter().try_for_each(|way| {
-        pieces.iter().try_for_each(|piece| match piece {
-            Some((label, piece)) => way.send(label, piece),
-            // Nobody takes what would come behind that.
-            None => way.give_up([round, 0, 0, 0]).and(Err(Error::bug("it was given up"))),
-        })
+    let sent = way.map(|way| {
+        let mut sending = way.sending();
+        for piece in pieces {
+            match piece {
+                Some((label, piece)) => sending.send(label, piece)?,
+                None => {
+                    // Nobody takes what would come behind that.
+                    way.give_up([round, 0, 0, 0])?;
+                    break;
+                }
+            }
+        }
+        sending.end()
     });
     // Where the way broke, the other end reads what it misses elsewhere.
     drop(sent);
@@ -331,13 +375,15 @@ fn take<'a>(
         });
         let (placed, start, piece) =
             known.ok_or_else(|| Error::corrupt("a piece of nothing that is to come"))?;
-        if let Err(error) = way.fill(piece) {
-            // It is to be read, whatever came of it.
+        let filled = way.fill(piece);
+        if !matches!(filled, Ok(true)) {
+            // It comes again, or is to be read, whatever came of it.
             if let Some(place) = coming.get_mut(&id).and_then(|coming| coming.pieces.get_mut(number as usize))
             {
                 *place = Some(piece);
             }
-            return Err(error);
+            filled?;
+            continue;
         }
         let piece: &'a [u8] = piece;
         let start = start + u64::from(number) * PIECE as u64;

@@ -73,6 +73,7 @@ impl Together {
         meet: &mut Meet<'_>,
     ) -> Result<bool> {
         let reading = &Reading::new(shards, manifest, threads)?;
+        let lending = links.lend(&own);
         let outcome = std::thread::scope(|scope| {
             let mut free: Vec<Option<&mut [u8]>> = own.into_iter().map(Some).collect();
             let (buffers, mut begun) = (self.buffers(), 0);
@@ -106,6 +107,7 @@ impl Together {
             let last = self.rounds.checked_sub(1);
             last.map_or(Ok(true), |last| self.copy(manifest, last, &all, &mut places, threads).map(|()| true))
         });
+        drop(lending);
         if !matches!(outcome, Ok(true)) {
             links.give_up();
         }

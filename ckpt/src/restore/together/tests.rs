@@ -8,8 +8,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind};
-use forebay_io::net::{BulkReceiver, BulkSender, Door};
+use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::net::{BulkReceiver, BulkSender, Door, Label};
 use forebay_io::object::{Bucket, Condition, OperationKind};
 use tokio::runtime::Handle;
 
@@ -22,6 +22,12 @@ use crate::testing::{chance, rounds};
 
 /// Sends some of the slices that are to come.
 type Send = Box<dyn FnOnce(&BulkSender, &[SliceId]) + std::marker::Send>;
+
+fn send(sender: &BulkSender, label: Label, piece: &[u8]) -> Result<()> {
+    let mut sending = sender.sending();
+    sending.send(label, piece)?;
+    sending.end()
+}
 
 /// Bytes of a slice of [`rows`].
 const ROW: usize = 32 << 10;
@@ -67,15 +73,18 @@ fn beside(manifest: &Manifest, origin: Origin, is_silent: bool) -> (Together, Li
                 stream.write_all(secret.as_bytes()).expect("say");
                 stream.read_exact(&mut [0; 8]).expect("welcome");
                 stream.write_all(&0_u32.to_le_bytes()).expect("say");
+                // It has no card.
+                stream.write_all(&[0; 32]).expect("say");
+                stream.read_exact(&mut [0; 32]).expect("hear");
                 return Other::Silent { _open: stream };
             }
-            Other::Way(BulkSender::connect(&at, port, &secret, 0, patience).expect("there"))
+            Other::Way(BulkSender::connect(&at, port, &secret, 0, patience, None).expect("there"))
         });
         let came = together.peers().to.contains(&0).then(|| {
             let door = &doors[0];
-            scope.spawn(move || BulkReceiver::welcome(door, 1, patience).expect("wait"))
+            scope.spawn(move || BulkReceiver::welcome(door, 1, patience, None).expect("wait"))
         });
-        let links = Links::connect(&doors[1], &addresses, 1, together.peers()).expect("connect");
+        let links = Links::connect(&doors[1], &addresses, 1, together.peers(), None).expect("connect");
         // Nobody takes what this rank sends: its way breaks.
         drop(came.map(|came| came.join().expect("join")));
         (together, links, going.join().expect("join"))
@@ -137,7 +146,7 @@ async fn what_does_not_come_or_comes_damaged_is_read_of_the_store() {
 
     let sent = content.clone();
     let honest = move |sender: &BulkSender, coming: &[SliceId]| {
-        coming.iter().for_each(|id| sender.send(label(*id, 0), &row(&sent, *id)).expect("send"));
+        coming.iter().for_each(|id| send(sender, label(*id, 0), &row(&sent, *id)).expect("send"));
     };
     let (filled, buffer, read) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(honest))).await;
     assert_eq!(filled.expect("filled"), Filled { is_whole: true, lost: BTreeSet::new() });
@@ -148,7 +157,7 @@ async fn what_does_not_come_or_comes_damaged_is_read_of_the_store() {
         for id in coming {
             let mut row = row(&sent, *id);
             row[ROW / 2] ^= u8::from(*id == coming[0]);
-            sender.send(label(*id, 0), &row).expect("send");
+            send(sender, label(*id, 0), &row).expect("send");
         }
     };
     let (filled, buffer, read) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(flipped))).await;
@@ -157,7 +166,7 @@ async fn what_does_not_come_or_comes_damaged_is_read_of_the_store() {
 
     let sent = content.clone();
     let cut_off = move |sender: &BulkSender, coming: &[SliceId]| {
-        sender.send(label(coming[0], 0), &row(&sent, coming[0])).expect("send");
+        send(sender, label(coming[0], 0), &row(&sent, coming[0])).expect("send");
     };
     let (filled, buffer, read) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(cut_off))).await;
     assert_eq!(filled.expect("filled"), lost(0));
@@ -179,10 +188,10 @@ async fn what_does_not_come_or_comes_damaged_is_read_of_the_store() {
                 _ => (label(first, 1), ROW),
             };
             if wrong == 3 {
-                sender.send(label(first, 0), &row(&sent, first)).expect("send");
+                send(sender, label(first, 0), &row(&sent, first)).expect("send");
             }
             // The other end may have closed by then.
-            sender.send(labelled, &vec![0; length]).ok();
+            send(sender, labelled, &vec![0; length]).ok();
         };
         let (filled, buffer, _) = fill(&bucket, &manifest, Origin::Store, Some(Box::new(stray))).await;
         assert_eq!(filled.expect("filled"), lost(0), "{wrong}");
@@ -219,16 +228,16 @@ async fn what_lies_in_another_hosts_memory_comes_from_there_or_not_at_all() {
         [(0, Filled { is_whole: true, lost: BTreeSet::new() }), (1, Filled { is_whole: false, ..lost(0) })]
     {
         let sent = content.clone();
-        let send = move |sender: &BulkSender, coming: &[SliceId]| {
+        let honest = move |sender: &BulkSender, coming: &[SliceId]| {
             assert_eq!(coming.len(), 3);
             for id in coming {
                 let mut row = row(&sent, *id);
                 row[7] ^= damage;
-                sender.send([0, 0, id.1 as u32, 0], &row).expect("send");
+                send(sender, [0, 0, id.1 as u32, 0], &row).expect("send");
             }
         };
         let (filled, buffer, read) =
-            fill(&bucket, &manifest, Origin::Hosts(vec![0, 0]), Some(Box::new(send))).await;
+            fill(&bucket, &manifest, Origin::Hosts(vec![0, 0]), Some(Box::new(honest))).await;
         assert_eq!((filled.expect("filled"), read), (expected, 0));
         assert_eq!(buffer[..content.len()] == content, damage == 0);
     }

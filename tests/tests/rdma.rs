@@ -1,0 +1,49 @@
+//! What needs an RDMA device runs in a virtual machine that has some.
+
+use std::time::Duration;
+
+use forebay_tests::Program;
+use forebay_tests::built::unit_tests;
+use forebay_tests::machine::run;
+
+/// A machine alone takes 5 seconds; more where all cores are busy.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+#[test]
+fn a_machine_has_two_devices_and_runs_tests() {
+    let devices = "for state in /sys/class/infiniband/*/ports/1/state; do echo $state $(cat $state); done";
+    let programs = [
+        Program::shell(devices),
+        Program::new(unit_tests("forebay-core"), &["--test-threads=2"]),
+        Program::shell("echo \"$GREETING\" && exit 3").envs(&[("GREETING", "it's me")]),
+    ];
+    let Some(ended) = run("a_machine_has_two_devices_and_runs_tests", &programs, PATIENCE) else { return };
+    let [devices, tests, failure] = ended.try_into().expect("one outcome for each program");
+    let devices = devices.succeeded();
+    assert_eq!(devices.lines().filter(|line| line.ends_with(" 4: ACTIVE")).count(), 2, "{devices}");
+    let tests = tests.succeeded();
+    assert!(tests.contains("test result: ok. ") && !tests.contains(" 0 passed;"), "{tests}");
+    assert_eq!((failure.code, failure.stdout.as_str()), (Some(3), "it's me\n"), "{failure}");
+}
+
+#[test]
+fn cards_read_what_other_hosts_lend_and_fall_back_to_tcp() {
+    let test = "cards_read_what_other_hosts_lend_and_fall_back_to_tcp";
+    let inside = Program::new(env!("CARGO_BIN_EXE_rdma-inside").into(), &[]);
+    let Some(mut ended) = run(test, &[inside], PATIENCE) else { return };
+    let said = ended.remove(0).succeeded();
+    assert!(said.ends_with("9 scenarios passed\n"), "{said}");
+}
+
+/// All that ranks of several hosts do as they read a step between them.
+#[test]
+fn ranks_of_several_hosts_restore_by_their_cards() {
+    let test = "ranks_of_several_hosts_restore_by_their_cards";
+    let ranks = Program::new(unit_tests("forebay-ckpt"), &["restore::tests", "--nocapture"]);
+    let ranks = ranks.envs(&[("FOREBAY_TEST_RDMA", "auto")]);
+    let Some(mut ended) = run(test, &[ranks], PATIENCE) else { return };
+    let said = ended.remove(0).succeeded();
+    for part in ["test result: ok.", "rank 0 has rxe0:1 (RoCE)", "rank 1 has rxe1:1 (RoCE)"] {
+        assert!(said.contains(part), "{part} is not in\n{said}");
+    }
+}
