@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import secrets
@@ -19,6 +20,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint.state_dict  # noqa: F401  (slow: before any fork)
+
+# torch's objects stay: children that are forked have no use for copies of what looking for garbage among them touches.
+gc.freeze()
 
 SCALE = int(os.environ.get("FOREBAY_TEST_SCALE", "1"))
 """Multiplies the rounds of every random test."""
