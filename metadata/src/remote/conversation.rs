@@ -1,5 +1,6 @@
 //! What is said with one mount over one stream.
 
+use std::any::Any;
 use std::panic::AssertUnwindSafe;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use tokio::time::{Duration, Instant, Sleep, sleep, timeout};
 use super::messages::Messages;
 use super::serve::{BEAT, QUEUE, SILENCE};
 use super::session::{Outcome, Session};
-use super::wire::{Request, ToGuest, ToServer, encode, time_for};
+use super::wire::{Request, ToGuest, ToServer, append, encode, time_for};
 
 /// Requests of one mount that wait for something at once; further ones wait in its stream.
 const AT_ONCE: usize = 512;
@@ -160,16 +161,20 @@ impl Conversation {
 
     /// Answers a request, at once if that waits for nothing.
     fn take(&mut self, id: u64, oldest: u64, request: Request) -> Result<Option<Heard>> {
+        // Who asks is told of a panic, and the others of its requests go on.
+        let at_hand = std::panic::catch_unwind(AssertUnwindSafe(|| self.session.answer_now(&request)));
+        if let Some(outcome) = at_hand.unwrap_or_else(panicked) {
+            answer(id, outcome, &mut self.leaving)?;
+            return Ok(None);
+        }
         let session = self.session.clone();
         let mut answering = Box::pin(async move {
-            // Who asks is told, and the others of its requests go on.
             let answering = AssertUnwindSafe(session.answer(id, oldest, request)).catch_unwind();
-            let panicked = |_| Some(Err(Error::bug("what was asked for panicked").into()));
             answering.await.unwrap_or_else(panicked)
         });
         let mut here = std::task::Context::from_waker(std::task::Waker::noop());
         match answering.as_mut().poll(&mut here) {
-            Poll::Ready(Some(outcome)) => self.leaving.extend(answer(id, outcome)?),
+            Poll::Ready(Some(outcome)) => answer(id, outcome, &mut self.leaving)?,
             // Another process has the tree: its mount is to look for that.
             Poll::Ready(None) => return Ok(Some(Heard::Cut)),
             Poll::Pending => {
@@ -179,11 +184,10 @@ impl Conversation {
                 self.answering.spawn("answer", async move {
                     let Some(outcome) = answering.await else { return stop.cancel() };
                     drop(place);
-                    if let Ok(frame) = answer(id, outcome)
-                        && !ending.is_cancelled()
-                    {
+                    let mut frame = Vec::new();
+                    if answer(id, outcome, &mut frame).is_ok() && !ending.is_cancelled() {
                         // Nobody hears it any more, or will ask again.
-                        let _ = say.send(frame).await;
+                        let _ = say.send(frame.into()).await;
                     }
                 });
             }
@@ -198,7 +202,7 @@ impl Conversation {
             self.answering.spawn("leave", async move { session.answer(id, oldest, Request::Bye).await });
         let Some(outcome) = leaving.await? else { return Ok(Heard::Cut) };
         let heard = if outcome.is_ok() { Heard::Bye } else { Heard::End };
-        self.leaving.extend(answer(id, outcome)?);
+        answer(id, outcome, &mut self.leaving)?;
         Ok(heard)
     }
 
@@ -234,10 +238,12 @@ impl Conversation {
     }
 }
 
-/// An answer as it leaves; the reason where it is too long for that.
-fn answer(id: u64, outcome: Outcome) -> Result<Bytes> {
-    match encode(&ToGuest::Answer { id, outcome }) {
-        Err(error) => encode(&ToGuest::Answer { id, outcome: Err(error.into()) }),
-        encoded => encoded,
-    }
+fn panicked(_: Box<dyn Any + Send>) -> Option<Outcome> {
+    Some(Err(Error::bug("what was asked for panicked").into()))
+}
+
+/// Has an answer leave; the reason where it is too long for that.
+fn answer(id: u64, outcome: Outcome, leaving: &mut Vec<u8>) -> Result<()> {
+    append(&ToGuest::Answer { id, outcome }, leaving)
+        .or_else(|error| append(&ToGuest::Answer { id, outcome: Err(error.into()) }, leaving))
 }

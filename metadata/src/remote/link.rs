@@ -204,10 +204,13 @@ impl Link {
             line.waiting.insert(id, waiting);
             id
         };
-        let mut leaving = Leaving { link: self, id };
+        let leaving = Leaving { link: self, id };
         let answer = timeout(patience, answered).await;
-        leaving.link.line.lock().waiting.remove(&id);
-        leaving.id = u64::MAX;
+        match answer {
+            // Whoever answered has taken it back.
+            Ok(_) => std::mem::forget(leaving),
+            Err(_) => drop(leaving),
+        }
         match answer {
             Ok(Ok(answer)) => answer,
             Ok(Err(_)) => Err(closed()),

@@ -101,6 +101,27 @@ impl Session {
         is_open || self.interest.lock().is_in(change)
     }
 
+    /// The answer to a request that only looks at what is at hand; none where it does more than that, or has to wait.
+    pub(super) fn answer_now(&self, request: &Request) -> Option<Outcome> {
+        let look = || {
+            Some(match request {
+                Request::Lookup(parent, name) => self.tree.lookup_now(*parent, name)?.map(Answer::Lookup),
+                Request::Attributes(ino) => self.tree.attributes_now(*ino)?.map(Answer::Attributes),
+                _ => return None,
+            })
+        };
+        let mut interest = self.interest.lock();
+        interest.ask(request);
+        // What a process says that may not act any more may be untrue: it waits then until it may again.
+        self.tree.expect_sure().ok()?;
+        let outcome = look()?;
+        self.tree.expect_sure().ok()?;
+        if let Ok(answer) = &outcome {
+            interest.show(answer);
+        }
+        Some(outcome.map_err(Failure::from))
+    }
+
     /// The answer to a request, which is done once, however often it is asked for.
     ///
     /// None where this process lost the volume, and knows nothing any more.

@@ -5,10 +5,11 @@
 
 use std::time::Duration;
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::Bytes;
 use forebay_core::{
     Attributes, Error, ErrorKind, FileLayout, InodeId, ObjectKey, Result, Timestamp, VolumeId,
 };
+use postcard::ser_flavors::Flavor;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -365,15 +366,57 @@ impl Message for ToGuest {
 /// # Errors
 /// `TooLarge` for one of more than 64 MiB.
 pub(super) fn encode(message: &impl Message) -> Result<Bytes> {
-    let body = postcard::to_stdvec(message).map_err(|error| Error::bug("a message").with_source(error))?;
-    if body.len() > LONGEST {
-        let fact = format!("{} bytes of records are more than goes over the network at once", body.len());
+    let mut frame = Vec::new();
+    append(message, &mut frame)?;
+    Ok(frame.into())
+}
+
+/// The same, behind what else leaves with it.
+///
+/// # Errors
+/// As [`encode`]; nothing is appended then.
+pub(super) fn append(message: &impl Message, leaving: &mut Vec<u8>) -> Result<()> {
+    let start = leaving.len();
+    let result = append_whole(message, leaving);
+    if result.is_err() {
+        leaving.truncate(start);
+    }
+    result
+}
+
+fn append_whole(message: &impl Message, leaving: &mut Vec<u8>) -> Result<()> {
+    let start = leaving.len();
+    leaving.extend([0; HEAD]);
+    let written = postcard::serialize_with_flavor(message, Behind(leaving));
+    written.map_err(|error| Error::bug("a message").with_source(error))?;
+    let length = leaving.len() - start - HEAD;
+    if length > LONGEST {
+        let fact = format!("{length} bytes of records are more than goes over the network at once");
         return Err(Error::new(ErrorKind::TooLarge, fact));
     }
-    let mut frame = BytesMut::with_capacity(HEAD + body.len());
-    frame.put_u32_le(body.len() as u32);
-    frame.put_slice(&body);
-    Ok(frame.freeze())
+    leaving[start..][..HEAD].copy_from_slice(&(length as u32).to_le_bytes());
+    Ok(())
+}
+
+/// Where postcard writes to: behind what is there.
+struct Behind<'a>(&'a mut Vec<u8>);
+
+impl Flavor for Behind<'_> {
+    type Output = ();
+
+    fn try_push(&mut self, byte: u8) -> postcard::Result<()> {
+        self.0.push(byte);
+        Ok(())
+    }
+
+    fn try_extend(&mut self, bytes: &[u8]) -> postcard::Result<()> {
+        self.0.extend_from_slice(bytes);
+        Ok(())
+    }
+
+    fn finalize(self) -> postcard::Result<()> {
+        Ok(())
+    }
 }
 
 /// How many bytes the body of the message that begins here has, once so much of it has come.
