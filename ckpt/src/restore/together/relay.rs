@@ -118,11 +118,13 @@ impl Links {
         own.or_else(|| self.from.values().find_map(of_way))
     }
 
-    /// Says to all that this rank sends to that nothing more comes.
+    /// Says to all that this rank sends to that nothing more comes, and takes nothing more of those that send to it, who would wait
+    /// for that.
     pub(super) fn give_up(&self) {
         for way in self.to.values() {
             way.give_up([0; 4]).ok();
         }
+        self.from.values().for_each(|way| *way.lock() = None);
     }
 }
 

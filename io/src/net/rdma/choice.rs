@@ -113,6 +113,17 @@ pub(super) struct Port {
     pub(super) index: u8,
 }
 
+impl Port {
+    /// It, as people are told of it.
+    pub(super) fn of(&self, device: &str) -> String {
+        let kind = match self.kind {
+            Kind::InfiniBand => "InfiniBand",
+            Kind::Ethernet => "RoCE",
+        };
+        format!("{device}:{} ({kind})", self.number)
+    }
+}
+
 /// A port that is up.
 #[derive(Debug, Clone)]
 pub(super) struct Found {

@@ -15,8 +15,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use forebay_core::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
+use choice::Port;
 pub use choice::Wanted;
-use choice::{Kind, Port};
 use verbs::{Context, Domain, Owned, Region, Verbs};
 pub(super) use way::{ENDPOINT, Offer, Place, Way};
 
@@ -59,41 +59,58 @@ pub struct Lending<'m> {
     _memory: std::marker::PhantomData<&'m ()>,
 }
 
-impl Rdma {
-    /// One of the ports that are wanted and up: of several the one whose turn `number` is, so that the ranks of a host use all
-    /// of its cards. None where none is wanted, or this host has none.
-    ///
-    /// # Errors
-    /// `Unavailable` where one is wanted by name and none of these is up; `Unsupported` where the library is missing for it.
-    pub fn open(wanted: &Wanted, number: usize) -> Result<Option<Arc<Self>>> {
-        if *wanted == Wanted::None {
-            return Ok(None);
-        }
-        let verbs = match Verbs::load() {
-            Ok(verbs) => verbs,
-            Err(_) if *wanted == Wanted::Any => return Ok(None),
-            Err(error) => {
-                return Err(
-                    error.with_hint("install libibverbs1 and ibverbs-providers, or set FOREBAY_RDMA=off")
-                );
-            }
-        };
+/// The ports of a host that are wanted and up.
+struct Survey {
+    // In this order: each is made of the next.
+    devices: Vec<(String, Owned<Context>)>,
+    verbs: Verbs,
+    /// The place of each one's device, and the port.
+    ports: Vec<(usize, Port)>,
+}
+
+impl Survey {
+    fn new(wanted: &Wanted) -> Result<Self> {
+        let verbs = Verbs::load().map_err(|error| {
+            error.with_hint("install libibverbs1 and ibverbs-providers, or set FOREBAY_RDMA=off")
+        })?;
         let devices = verbs.open_all();
         let mut ports = Vec::new();
         for (at, (name, context)) in devices.iter().enumerate() {
             let found = (1..=2).filter_map(|port| choice::look(&verbs, name, context, port));
             ports.extend(found.filter_map(|port| Some((at, wanted.choose(name, port)?))));
         }
+        if ports.is_empty() && matches!(wanted, Wanted::Named(_)) {
+            let there: Vec<&str> = devices.iter().map(|(name, _)| name.as_str()).collect();
+            let fact = format!("no port that FOREBAY_RDMA={wanted} names is up; devices here: {there:?}");
+            return Err(Error::new(ErrorKind::Unavailable, fact).with_hint("see `rdma link`"));
+        }
+        Ok(Self { devices, verbs, ports })
+    }
+}
+
+impl Rdma {
+    /// The ports of this host that are wanted and up, for people.
+    ///
+    /// # Errors
+    /// `Unavailable` where some are wanted by name and none of these is up; `Unsupported` where the library is missing.
+    pub fn ports(wanted: &Wanted) -> Result<Vec<String>> {
+        let Survey { devices, ports, .. } = Survey::new(wanted)?;
+        Ok(ports.iter().map(|(at, port)| port.of(&devices[*at].0)).collect())
+    }
+
+    /// One of the ports that are wanted and up: of several the one whose turn `number` is, so that the ranks of a host use all
+    /// of its cards. None where none is wanted, or this host has none.
+    ///
+    /// # Errors
+    /// As [`Self::ports`], where some are wanted by name.
+    pub fn open(wanted: &Wanted, number: usize) -> Result<Option<Arc<Self>>> {
+        let survey = match (wanted, Survey::new(wanted)) {
+            (Wanted::None, _) | (Wanted::Any, Err(_)) => return Ok(None),
+            (_, survey) => survey?,
+        };
+        let Survey { devices, verbs, mut ports } = survey;
         if ports.is_empty() {
-            return match wanted {
-                Wanted::Named(_) => {
-                    let there: Vec<&str> = devices.iter().map(|(name, _)| name.as_str()).collect();
-                    let fact =
-                        format!("no port that FOREBAY_RDMA={wanted} names is up; devices here: {there:?}");
-                    Err(Error::new(ErrorKind::Unavailable, fact).with_hint("see `rdma link`"))
-                }
-                Wanted::Any | Wanted::None => Ok(None),
-            };
+            return Ok(None);
         }
         let (at, port) = ports.swap_remove(number % ports.len());
         let chosen = devices.into_iter().nth(at).ok_or_else(|| Error::bug("a device that is not there"))?;
@@ -143,11 +160,7 @@ impl Rdma {
 impl std::fmt::Display for Rdma {
     /// For people: device, port and kind of link.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let kind = match self.port.kind {
-            Kind::InfiniBand => "InfiniBand",
-            Kind::Ethernet => "RoCE",
-        };
-        write!(f, "{}:{} ({kind})", self.name, self.port.number)
+        f.write_str(&self.port.of(&self.name))
     }
 }
 

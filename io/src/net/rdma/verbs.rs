@@ -8,7 +8,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
 
 use forebay_core::{Error, ErrorKind, Result};
-use libloading::Library;
+use libloading::os::unix::{Library, RTLD_NOW};
 
 /// The library's file, by its binary interface.
 const LIBRARY: &str = "libibverbs.so.1";
@@ -345,8 +345,10 @@ impl Verbs {
         let absent = |error: libloading::Error| {
             Error::new(ErrorKind::Unsupported, format!("no {LIBRARY} is at hand: {error}"))
         };
-        // SAFETY: loading the library runs its initialisers, as it does in every program that uses it.
-        let library = unsafe { Library::new(LIBRARY) }.map_err(absent)?;
+        // SAFETY: loading the library runs its initialisers, as it does in every program that uses it. It stays, as what it loads
+        // itself does.
+        let library =
+            unsafe { Library::open(Some(LIBRARY), RTLD_NOW | libc::RTLD_NODELETE) }.map_err(absent)?;
         let calls = Calls::find(&library).map_err(absent)?;
         // SAFETY: takes no memory of ours. Where it fails, a process that forks has to leave its child's memory alone, as all do
         // that start programs.
