@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use forebay_tests::Program;
 use forebay_tests::built::unit_tests;
 use forebay_tests::machine::run;
+use forebay_tests::{Forebay, Program};
 
 /// A machine alone takes 5 seconds; more where all cores are busy.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -29,9 +29,13 @@ fn a_machine_has_two_devices_and_runs_tests() {
 #[test]
 fn cards_read_what_other_hosts_lend_and_fall_back_to_tcp() {
     let test = "cards_read_what_other_hosts_lend_and_fall_back_to_tcp";
+    let doctor = Program::new(Forebay::binary(), &["doctor"]);
     let inside = Program::new(env!("CARGO_BIN_EXE_rdma-inside").into(), &[]);
-    let Some(mut ended) = run(test, &[inside], PATIENCE) else { return };
-    let said = ended.remove(0).succeeded();
+    let Some(ended) = run(test, &[doctor, inside], PATIENCE) else { return };
+    let [doctor, inside] = ended.try_into().expect("one outcome for each program");
+    let is_told = |line: &str| line.starts_with("ok") && line.ends_with("rxe0:1 (RoCE), rxe1:1 (RoCE)");
+    assert!(doctor.stdout.lines().any(is_told), "{doctor}");
+    let said = inside.succeeded();
     assert!(said.ends_with("9 scenarios passed\n"), "{said}");
 }
 

@@ -4,9 +4,10 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use forebay_core::Error;
 use forebay_core::units::format_bytes;
+use forebay_core::{Error, Result};
 use forebay_fuse::MountPoint;
+use forebay_io::net::{Rdma, Wanted};
 use rustix::process::{Resource, getrlimit};
 
 use super::Check;
@@ -24,6 +25,7 @@ pub(super) fn checks(state: &Path, cache: Option<&Path>, cache_bytes: u64) -> Ve
         uring(),
         open_files(),
         locked_memory(),
+        network_cards(Path::new("/sys/class/infiniband")),
         state_directory(state),
         cache_directory(cache, cache_bytes),
     ]
@@ -104,6 +106,39 @@ fn open_files() -> Check {
 fn locked_memory() -> Check {
     let limit = getrlimit(Resource::Memlock).current;
     Check::ok("locked memory", limit.map_or_else(|| "no limit".to_owned(), format_bytes))
+}
+
+/// What hosts of a job read each other's memory with, as they restore together; `devices` has a name for each.
+fn network_cards(devices: &Path) -> Check {
+    const NAME: &str = "network cards";
+    let entries = fs::read_dir(devices).into_iter().flatten().flatten();
+    let names: Vec<_> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    if names.is_empty() {
+        return Check::ok(NAME, "none for RDMA: hosts of a job send over TCP what they lack");
+    }
+    let wanted: Wanted = match std::env::var("FOREBAY_RDMA").unwrap_or_default().parse() {
+        Ok(Wanted::None) => return Check::ok(NAME, "not used, as FOREBAY_RDMA says"),
+        Ok(wanted) => wanted,
+        Err(error) => return Check::failed(NAME, &error),
+    };
+    let without = |error: &Error| {
+        let fact = format!("{}: hosts of a job send over TCP what they lack: {error}", names.join(", "));
+        Check::warn(NAME, fact, error.hint().unwrap_or("see `rdma link`"))
+    };
+    match (Rdma::ports(&wanted), lend_to_card(&wanted)) {
+        (Ok(ports), _) if ports.is_empty() => without(&Error::invalid("no port is up")),
+        (Err(error), _) | (_, Err(error)) => without(&error),
+        (Ok(ports), Ok(())) => Check::ok(NAME, ports.join(", ")),
+    }
+}
+
+/// Whether a card reads as much memory as a rank lends it.
+fn lend_to_card(wanted: &Wanted) -> Result<()> {
+    let mut memory = vec![0; 64 << 20];
+    match Rdma::open(wanted, 0)? {
+        Some(rdma) => rdma.lend(&[&mut memory[..]]).map(drop),
+        None => Ok(()),
+    }
 }
 
 fn state_directory(state: &Path) -> Check {
@@ -201,6 +236,16 @@ mod tests {
         let check = state_directory(&file.join("below"));
         assert_eq!(check.verdict, Verdict::Fail);
         assert!(check.hint.expect("a hint").contains("--state-dir"));
+    }
+
+    /// What is told of cards that are there is seen in `tests/tests/rdma.rs`.
+    #[test]
+    fn cards_that_cannot_be_used_are_told() {
+        let scratch = tempfile::tempdir().expect("scratch");
+        assert_eq!(network_cards(&scratch.path().join("none")).verdict, Verdict::Ok);
+        fs::create_dir(scratch.path().join("mlx5_9")).expect("folder");
+        let check = network_cards(scratch.path());
+        assert!(check.verdict == Verdict::Warn && check.fact.starts_with("mlx5_9: "), "{}", check.fact);
     }
 
     #[test]
