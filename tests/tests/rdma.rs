@@ -6,8 +6,8 @@ use forebay_tests::built::unit_tests;
 use forebay_tests::machine::run;
 use forebay_tests::{Forebay, Program};
 
-/// A machine alone takes 5 seconds; more where all cores are busy.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// A machine alone takes 5 to 25 seconds; many times that where all cores are busy.
+const PATIENCE: Duration = Duration::from_secs(300);
 
 #[test]
 fn a_machine_has_two_devices_and_runs_tests() {

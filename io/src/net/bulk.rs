@@ -40,7 +40,7 @@ const HEAD: usize = 24;
 const PLACE: usize = 12;
 /// Bytes that are read to try a way out, and how long that may take.
 const TRIAL: usize = 64;
-const TRYING: Duration = Duration::from_secs(4);
+const TRYING: Duration = Duration::from_secs(6);
 
 /// What a piece is of; what it means is its users' own.
 pub type Label = [u32; 4];

@@ -16,8 +16,8 @@ use crate::clock::Clock;
 use crate::net::wait_readable;
 use crate::rng::Rng;
 
-/// A packet that is not acknowledged is sent again after 4.096 us times two to this power (67 ms), so often.
-const TIMEOUT: u8 = 14;
+/// A packet that is not acknowledged is sent again after 4.096 us times two to this power (0.5 s), so often.
+const TIMEOUT: u8 = 17;
 const RETRIES: u8 = 7;
 /// Reads on their way at once.
 const READS: u8 = 1;
@@ -179,8 +179,8 @@ impl Way {
         Some(Place { address: known.address as u64, key: known.remote_key })
     }
 
-    /// Reads bytes of the other end's memory into `memory`, which is lent, within `patience`: cards give up by themselves after a
-    /// second or a few. A way that failed is given back to nobody: the card is
+    /// Reads bytes of the other end's memory into `memory`, which is lent, within `patience`: cards give up by themselves after some
+    /// seconds. A way that failed is given back to nobody: the card is
     /// done with the memory then.
     ///
     /// # Errors
