@@ -166,7 +166,7 @@ impl Parts {
         let lines = programs.iter().enumerate();
         let texts = [
             ("etc/hosts", "127.0.0.1 localhost\n::1 localhost\n".to_owned()),
-            ("etc/passwd", "root:x:0:0::/tmp:/bin/sh\n".to_owned()),
+            ("etc/passwd", "root:x:0:0::/tmp:/bin/sh\nnobody:x:65534:65534::/tmp:/bin/sh\n".to_owned()),
             ("init", INIT.to_owned()),
             (
                 "programs",

@@ -4,7 +4,12 @@ use std::time::Duration;
 
 use forebay_tests::built::unit_tests;
 use forebay_tests::machine::run;
-use forebay_tests::{Forebay, Program};
+use forebay_tests::{Forebay, Outcome, Program};
+
+/// A user who may lock so many KiB of memory, and use the cards, runs `words`.
+fn as_nobody(kib: u32, words: &str) -> Program {
+    Program::shell(&format!("chmod 666 /dev/infiniband/* && ulimit -l {kib} && exec su nobody -c '{words}'"))
+}
 
 /// A machine alone takes 5 to 25 seconds; many times that where all cores are busy.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -30,11 +35,15 @@ fn a_machine_has_two_devices_and_runs_tests() {
 fn cards_read_what_other_hosts_lend_and_fall_back_to_tcp() {
     let test = "cards_read_what_other_hosts_lend_and_fall_back_to_tcp";
     let doctor = Program::new(Forebay::binary(), &["doctor"]);
+    let unlocked = as_nobody(1024, &format!("{} doctor", Forebay::binary().display()));
     let inside = Program::new(env!("CARGO_BIN_EXE_rdma-inside").into(), &[]);
-    let Some(ended) = run(test, &[doctor, inside], PATIENCE) else { return };
-    let [doctor, inside] = ended.try_into().expect("one outcome for each program");
+    let Some(ended) = run(test, &[doctor, unlocked, inside], PATIENCE) else { return };
+    let [doctor, unlocked, inside] = ended.try_into().expect("one outcome for each program");
     let is_told = |line: &str| line.starts_with("ok") && line.ends_with("rxe0:1 (RoCE), rxe1:1 (RoCE)");
     assert!(doctor.stdout.lines().any(is_told), "{doctor}");
+    let is_told =
+        |line: &str| line.starts_with("warn") && line.contains("TCP what they lack: register memory");
+    assert!(unlocked.stdout.lines().any(is_told) && unlocked.stdout.contains("ulimit -l"), "{unlocked}");
     let said = inside.succeeded();
     assert!(said.ends_with("9 scenarios passed\n"), "{said}");
 }
@@ -43,11 +52,21 @@ fn cards_read_what_other_hosts_lend_and_fall_back_to_tcp() {
 #[test]
 fn ranks_of_several_hosts_restore_by_their_cards() {
     let test = "ranks_of_several_hosts_restore_by_their_cards";
-    let ranks = Program::new(unit_tests("forebay-ckpt"), &["restore::tests", "--nocapture"]);
+    let tests = unit_tests("forebay-ckpt");
+    let ranks = Program::new(tests.clone(), &["restore::tests", "--nocapture"]);
     let ranks = ranks.envs(&[("FOREBAY_TEST_RDMA", "auto")]);
-    let Some(mut ended) = run(test, &[ranks], PATIENCE) else { return };
-    let said = ended.remove(0).succeeded();
+    let one = format!("{} restore::tests::ranks_read --nocapture", tests.display());
+    let unlocked = as_nobody(64, &format!("FOREBAY_TEST_RDMA=rxe0:1:1,rxe1:1:1 {one}"));
+    let Some(ended) = run(test, &[ranks, unlocked], PATIENCE) else { return };
+    let [ranks, unlocked]: [Outcome; 2] = ended.try_into().expect("one outcome for each program");
+    let (ranks, unlocked) = (ranks.succeeded(), unlocked.succeeded());
     for part in ["test result: ok.", "rank 0 has rxe0:1 (RoCE)", "rank 1 has rxe1:1 (RoCE)"] {
-        assert!(said.contains(part), "{part} is not in\n{said}");
+        assert!(ranks.contains(part), "{part} is not in\n{ranks}");
+    }
+    assert!(!ranks.contains("did without its card"), "{ranks}");
+    for part in
+        ["test result: ok. 1 passed", "rank 1 has rxe1:1 (RoCE)", "did without its card: register memory"]
+    {
+        assert!(unlocked.contains(part), "{part} is not in\n{unlocked}");
     }
 }

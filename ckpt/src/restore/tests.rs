@@ -315,7 +315,12 @@ impl Job<'_> {
                     let mut meet =
                         |filled: Result<Filled>| meeting.expect("its own").meet(change(rank, filled));
                     let shards = Shards::Store(runtime, &self.buckets[rank]);
-                    self.ranks[rank].read((&shards, self.manifest), lent, &links, places, 2, &mut meet)
+                    let place = (&shards, self.manifest);
+                    let whole = self.ranks[rank].read(place, lent, &links, places, 2, &mut meet);
+                    if let Some(trouble) = links.trouble() {
+                        println!("rank {rank} did without its card: {trouble}");
+                    }
+                    whole
                 })
             });
             let reading: Vec<_> = reading.collect();
