@@ -17,11 +17,12 @@ use forebay_io::mem::SharedMemory;
 use forebay_io::net::FdStream;
 use parking_lot::Mutex;
 
-use crate::agent::{Hello, Linger, Member, Origin, Reply, Request, Told};
+use crate::agent::{Hello, Linger, Member, Origin, Replication, Reply, Request, Told};
 use crate::arena::{Arena, Cut, Held, HeldStep, SLOTS, Seal, Slot, Snapshot, attempt_of};
 use crate::catalog::Round;
 use crate::local::LocalTier;
 use crate::manifest::{Extra, TextLength};
+use crate::restore::Address;
 use crate::shard::{ShardLayout, TensorSpec};
 
 mod adopt;
@@ -29,6 +30,7 @@ mod crowd;
 mod open_memory;
 mod pending;
 mod predecessor;
+mod replicas;
 mod slots;
 
 use adopt::Inherited;
@@ -37,6 +39,7 @@ pub use open_memory::OpenMemory;
 pub use pending::Lost;
 use pending::Pending;
 pub use predecessor::{Part, Predecessor};
+use replicas::Elsewhere;
 
 /// Warnings kept for the caller at most; later ones are dropped.
 const MAX_WARNINGS: usize = 16;
@@ -78,6 +81,8 @@ pub struct Times {
     pub sealed: Option<u64>,
     /// This rank's part was on this host's disk.
     pub local: Option<u64>,
+    /// This rank's part was in another host's memory.
+    pub replicated: Option<u64>,
     /// This rank's part was in the bucket.
     pub stored: Option<u64>,
     /// It was committed.
@@ -129,6 +134,8 @@ pub struct Session {
     last_durable: u64,
     predecessor: Option<FdStream>,
     has_succeeded: bool,
+    /// Ranks whose predecessors are nowhere.
+    lost: Vec<u32>,
     /// The step that the next one goes on from, as far as is known.
     origin: Option<Origin>,
     /// Whether the predecessor's steps are this start's as well.
@@ -136,6 +143,8 @@ pub struct Session {
     /// The device that slots are locked for.
     device: Option<Arc<Device>>,
     copies_missed: u64,
+    /// What hosts hold for each other.
+    elsewhere: Elsewhere,
     warnings: Vec<String>,
     /// The longest manifest, in bytes.
     most_text: u64,
@@ -162,10 +171,12 @@ impl Session {
             last_durable: 0,
             predecessor: None,
             has_succeeded: false,
+            lost: Vec::new(),
             origin: None,
             goes_on: false,
             device: None,
             copies_missed: 0,
+            elsewhere: Elsewhere::default(),
             warnings: Vec::new(),
             most_text: TextLength::MOST,
         }
@@ -231,6 +242,7 @@ impl Session {
         self.stream = Some(stream);
         self.announced = None;
         self.awaited = 0;
+        self.elsewhere.address = None;
         self.send(&Request::Hello(Box::new(self.hello.clone())), None)?;
         if let Some(origin) = self.origin.clone() {
             self.send(&Request::GoOn(origin), None)?;
@@ -243,15 +255,19 @@ impl Session {
                 self.send(&Request::Durable(step), None)?;
             }
         }
+        self.tell_elsewhere()?;
         for index in 0..self.pending.len() {
             let pending = &mut self.pending[index];
-            pending.is_given = true;
+            (pending.is_given, pending.is_replicated) = (true, self.elsewhere.to.is_none());
             let (held, memory) = (pending.slot.held().cloned(), pending.slot.memory().clone());
             if let Some(held) = held {
                 self.send_held(held, &memory, Request::SealAgain)?;
             }
         }
-        self.succeed()
+        self.succeed()?;
+        // This agent has it now.
+        self.elsewhere.inherited.clear();
+        Ok(())
     }
 
     /// Makes this the session of one rank of a job, before an agent is greeted.
@@ -331,7 +347,14 @@ impl Session {
         let save =
             Arc::new(Save { step, number, progress: Mutex::new(Progress::Sent), times: Mutex::default() });
         let memory = slot.memory().clone();
-        self.pending.push_back(Pending { save: save.clone(), slot, is_given: true, deaths: 0 });
+        let is_replicated = self.elsewhere.to.is_none();
+        self.pending.push_back(Pending {
+            save: save.clone(),
+            slot,
+            is_given: true,
+            is_replicated,
+            deaths: 0,
+        });
         // A failure here is the agent's death: the next connection sends the save again.
         self.send_held(held, &memory, Request::Seal).ok();
         Ok(save)
@@ -453,6 +476,18 @@ impl Session {
                 }
             }
             Reply::NoCopy { .. } => self.copies_missed += 1,
+            Reply::Keeps { port, secret } => self.elsewhere.address = Some((port, secret)),
+            Reply::Replicated { save, at_us } => {
+                if let Some(pending) = self.pending.iter_mut().find(|pending| pending.save.number == save) {
+                    pending.is_replicated = true;
+                    pending.save.times.lock().replicated = Some(at_us);
+                }
+            }
+            Reply::NotReplicated { save } => {
+                self.elsewhere.missed += 1;
+                let pending = self.pending.iter_mut().find(|pending| pending.save.number == save);
+                pending.into_iter().for_each(|pending| pending.is_replicated = true);
+            }
             // The slot stays with the agent, for one that comes after it.
             Reply::Stored { save, at_us } => {
                 if let Some(save) = self.pending_save(save) {
@@ -537,6 +572,8 @@ mod adopt_tests;
 mod lease_tests;
 #[cfg(test)]
 mod length_tests;
+#[cfg(test)]
+mod replica_tests;
 #[cfg(test)]
 mod retention_tests;
 #[cfg(test)]

@@ -81,9 +81,15 @@ impl Predecessor {
         self.with(|found| Ok(found.held().into_iter().map(named).collect())).or_raise()
     }
 
-    /// What it says of its part of a step, for ranks of other hosts.
-    fn told(&self, step: Named) -> PyResult<String> {
-        self.with(|found| found.told(&step_named(step)).map(str::to_owned)).or_raise()
+    /// The steps that it keeps for ranks of other hosts, with each one's rank, newest first.
+    fn kept(&self) -> PyResult<Vec<(u32, Named)>> {
+        let kept = |(rank, step)| (rank, named(step));
+        self.with(|found| Ok(found.kept().into_iter().map(kept).collect())).or_raise()
+    }
+
+    /// What it says of a rank's part of a step, for ranks of other hosts.
+    fn told(&self, step: Named, rank: u32) -> PyResult<String> {
+        self.with(|found| found.told(&step_named(step), rank).map(str::to_owned)).or_raise()
     }
 
     /// Lets go of its memory at once, whatever refers to this.
@@ -122,18 +128,23 @@ pub(crate) enum Holder {
     Elsewhere(String),
 }
 
-/// The step that is held in memory for each rank, given in their order.
+/// The step that is held in memory for each rank that saved, given in their order, on the host of a rank `beside` it.
 #[pyfunction]
-pub(crate) fn open_held(py: Python<'_>, holders: Vec<Holder>, step: Named) -> PyResult<Step> {
+pub(crate) fn open_held(
+    py: Python<'_>,
+    holders: Vec<Holder>,
+    beside: Vec<usize>,
+    step: Named,
+) -> PyResult<Step> {
     let step = step_named(step);
     let opened = py.detach(|| {
-        let part = |holder: &Holder| match holder {
-            Holder::Here(agent) => agent.get().with(|found| found.part(&step)),
+        let part = |(rank, holder): (u32, &Holder)| match holder {
+            Holder::Here(agent) => agent.get().with(|found| found.part(&step, rank)),
             Holder::Elsewhere(told) => Part::elsewhere(&step, told),
         };
-        assemble(holders.iter().map(part).collect::<Result<_>>()?)
+        assemble((0..).zip(&holders).map(part).collect::<Result<_>>()?)
     });
-    opened.or_raise().map(|(manifest, shards)| Step::held(manifest, shards))
+    opened.or_raise().map(|(manifest, shards)| Step::held(manifest, shards, beside))
 }
 
 /// What the store has: the nonce of the run's newest start, if there was one, empty where its record is damaged, that start's

@@ -8,6 +8,7 @@ mod buffer;
 mod device;
 mod loading;
 mod held;
+mod snapshot;
 mod saving;
 mod writing;
 mod ranks;
@@ -29,7 +30,9 @@ mod _native {
         Arrival, Door, Group, begin_job, hash_bytes, join_job, plan_shares, refuse_if_superseded,
     };
     #[pymodule_export]
-    use super::saving::{Save, Session, Snapshot, dtypes, parse_size, run_agent, text_length};
+    use super::saving::{Save, Session, dtypes, parse_size, run_agent, text_length};
+    #[pymodule_export]
+    use super::snapshot::Snapshot;
     #[pymodule_export]
     use super::threads::is_inside;
     #[pymodule_export]

@@ -142,11 +142,18 @@ pub(crate) fn import_model(
 /// Where a step's bytes are.
 pub(crate) enum Place {
     Store(String),
-    /// In memory that agents hold: the shards, in the manifest's order, but for those of other hosts; none once it was let go
-    /// of.
-    Held(Mutex<Option<Vec<Option<Bytes>>>>),
+    /// In memory that agents hold.
+    Held(Memory),
     /// In a directory of local copies.
     Local(String),
+}
+
+/// A step in the memory of agents.
+pub(crate) struct Memory {
+    /// The shards, in the manifest's order, but for those of other hosts; none once it was let go of.
+    shards: Mutex<Option<Vec<Option<Bytes>>>>,
+    /// Of each rank that saved, one whose host has its part.
+    pub(crate) beside: Vec<usize>,
 }
 
 /// A step whose manifest was read and found right.
@@ -161,14 +168,14 @@ pub(crate) struct Step {
 }
 
 /// The shards of a step in memory.
-pub(crate) fn here(shards: &Mutex<Option<Vec<Option<Bytes>>>>) -> Result<Vec<Option<Bytes>>> {
-    shards.lock().clone().ok_or_else(|| Error::bug("the step was let go of"))
+pub(crate) fn here(memory: &Memory) -> Result<Vec<Option<Bytes>>> {
+    memory.shards.lock().clone().ok_or_else(|| Error::bug("the step was let go of"))
 }
 
 impl Step {
-    /// A step in memory.
-    pub(crate) fn held(manifest: Manifest, shards: Vec<Option<Bytes>>) -> Self {
-        Self::near(Place::Held(Mutex::new(Some(shards))), manifest)
+    /// A step in memory: of each rank that saved, the part is on the host of the rank `beside` it.
+    pub(crate) fn held(manifest: Manifest, shards: Vec<Option<Bytes>>, beside: Vec<usize>) -> Self {
+        Self::near(Place::Held(Memory { shards: Mutex::new(Some(shards)), beside }), manifest)
     }
 
     /// A step on this host's disk.
@@ -310,8 +317,8 @@ impl Step {
 
     /// Lets go of the memory that it lies in, whoever still refers to the step: it is read no more.
     fn release(&self) {
-        if let Place::Held(shards) = &self.place {
-            shards.lock().take();
+        if let Place::Held(memory) = &self.place {
+            memory.shards.lock().take();
         }
     }
 
@@ -344,7 +351,7 @@ impl Step {
         let read = || {
             let targets = self.targets(targets);
             match &self.place {
-                Place::Held(shards) => read_held(&here(shards)?, &self.manifest, targets, threads),
+                Place::Held(memory) => read_held(&here(memory)?, &self.manifest, targets, threads),
                 Place::Store(url) => {
                     let (runtime, bucket) = open(url)?;
                     read_tensors(runtime.handle(), &bucket, &self.manifest, targets, threads)
@@ -376,7 +383,7 @@ impl Step {
             let through = Through { buffer: buffer::bytes_mut(buffer), give: &mut hand };
             let read = |shards: &Shards<'_>| read_through(shards, &self.manifest, &wishes, through, threads);
             match &self.place {
-                Place::Held(shards) => read(&Shards::Held(&here(shards)?)),
+                Place::Held(memory) => read(&Shards::Held(&here(memory)?)),
                 Place::Store(url) => {
                     let (runtime, bucket) = open(url)?;
                     read(&Shards::Store(runtime.handle(), &bucket))

@@ -2,30 +2,29 @@
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
-use std::thread::JoinHandle;
 
-use forebay_ckpt::agent::{Hello, Linger, Member, Origin, serve};
-use forebay_ckpt::arena::{self, CopyWatch, Source};
+use forebay_ckpt::agent::{Hello, Linger, Member, Origin, Replication, serve};
 use forebay_ckpt::catalog::{Keep, Round, Start};
 use forebay_ckpt::dtype::{DTYPES, Dtype};
 use forebay_ckpt::local::LocalTier;
 use forebay_ckpt::manifest::{Encoding, Extra, SliceKind, TextLength};
 use forebay_ckpt::region::Region;
+use forebay_ckpt::restore::Address;
 use forebay_ckpt::session::{self, Progress};
 use forebay_ckpt::shard::TensorSpec;
 use forebay_core::units::parse_bytes;
 use forebay_core::{Error, Result};
-use forebay_io::device::DeviceBytes;
 use forebay_io::net::{InUse, Notice};
 use forebay_io::priority::Priority;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 
-use crate::buffer::{self, Span};
+use crate::buffer;
 use crate::device::Device;
 use crate::errors::{OrRaise, exception};
 use crate::held::{Named, OpenMemory, Predecessor, named, step_named};
-use crate::ranks::patience;
+use crate::ranks::{parse, patience};
+use crate::snapshot::Snapshot;
 
 /// Every element type: name and bytes of one element.
 #[pyfunction]
@@ -157,10 +156,33 @@ impl Session {
         Ok(())
     }
 
+    /// Has agents of different hosts hold so many steps of each other's ranks, through the network cards that are named.
+    fn set_replication(&self, py: Python<'_>, steps: usize, cards: String) {
+        py.detach(|| self.0.lock().set_replication(Replication { steps, cards }));
+    }
+
+    /// Where the agent takes copies for ranks of other hosts: a port of this host and what they are to say there, once it
+    /// told; None where it does not for that long.
+    fn keeps_at(&self, py: Python<'_>, patience_s: f64) -> PyResult<Option<(u16, String)>> {
+        py.detach(|| self.0.lock().keeps_at(patience(patience_s))).or_raise()
+    }
+
+    /// Has the agent of another host, at an address given as JSON, hold what is sealed from now on.
+    fn replicate_to(&self, py: Python<'_>, address: &str) -> PyResult<()> {
+        let address: Address = parse(address).or_raise()?;
+        py.detach(|| self.0.lock().replicate_to(address));
+        Ok(())
+    }
+
     /// Takes over what an agent holds that lost its trainer, before one of this session's own is greeted; its steps only
     /// where this start goes on from one of them.
     fn adopt(&self, py: Python<'_>, predecessor: &Predecessor, goes_on: bool) -> PyResult<()> {
         py.detach(|| self.0.lock().adopt(predecessor.take()?, goes_on)).or_raise()
+    }
+
+    /// Notes the ranks whose killed processes left no agent, before one of this session's own is greeted.
+    fn set_lost(&self, py: Python<'_>, ranks: Vec<u32>) {
+        py.detach(|| self.0.lock().set_lost(ranks));
     }
 
     /// Has what is saved next refer to what did not change since a step, given by the start of its start's nonce.
@@ -228,6 +250,12 @@ impl Session {
         py.detach(|| self.0.lock().copies_missed())
     }
 
+    /// Saves of which no other host has a copy in its memory, where one was to.
+    #[getter]
+    fn replicas_missed(&self, py: Python<'_>) -> u64 {
+        py.detach(|| self.0.lock().replicas_missed())
+    }
+
     fn take_warnings(&self, py: Python<'_>) -> Vec<String> {
         py.detach(|| self.0.lock().take_warnings())
     }
@@ -258,7 +286,7 @@ impl Session {
             let beside = TextLength { slices: beside.0, bytes: beside.1 };
             self.0.lock().begin(specs, beside, threads, patience(patience_s))
         });
-        Ok(begun.or_raise()?.map(|snapshot| Snapshot(Mutex::new(Stage::Idle(Box::new(snapshot))))))
+        Ok(begun.or_raise()?.map(Snapshot::new))
     }
 
     /// Gives a filled snapshot to the agent, in the round of the step that all ranks know by that number, if they know one;
@@ -274,14 +302,14 @@ impl Session {
         extras: Vec<(String, String)>,
     ) -> PyResult<Save> {
         let sealed = py.detach(|| {
-            if let Stage::Sealed(save) = &*snapshot.0.lock() {
-                return Ok(save.clone());
+            if let Some(save) = snapshot.sealed() {
+                return Ok(save);
             }
             let extra = |(name, data)| Extra { name, encoding: Encoding::Json, data };
             let extras = extras.into_iter().map(extra).collect();
             let save =
                 self.0.lock().seal(*snapshot.take()?, step, round.map(Round::new), created_ms, extras)?;
-            *snapshot.0.lock() = Stage::Sealed(save.clone());
+            snapshot.set_sealed(save.clone());
             Ok(save)
         });
         sealed.map(Save).or_raise()
@@ -338,221 +366,6 @@ impl Session {
     }
 }
 
-type Filled = Result<Box<arena::Snapshot>>;
-/// A snapshot that a thread of ours fills, which lets go of it before it ends: what stops that thread costs no slot.
-type Shared = Arc<Mutex<Option<Box<arena::Snapshot>>>>;
-
-/// Who has the snapshot.
-enum Stage {
-    Idle(Box<arena::Snapshot>),
-    Copying(Copying),
-    /// The agent has it, of which a signal's exception may have kept the caller from hearing.
-    Sealed(Arc<session::Save>),
-    Gone,
-}
-
-/// A copy behind the training.
-struct Copying {
-    worker: JoinHandle<Result<()>>,
-    shared: Shared,
-    watch: Arc<CopyWatch>,
-    /// Whose thread it is: a forked child has none of it.
-    process: u32,
-    /// What the addresses that it reads belong to. Let go of after the thread's end, and by nobody's collector before.
-    _sources: Py<PyAny>,
-}
-
-impl Copying {
-    /// Waits for its end. What it failed with is told with the snapshot, which stays.
-    fn join(self) -> Result<(Box<arena::Snapshot>, Result<()>)> {
-        let copied = self.worker.join().unwrap_or_else(|_| Err(Error::bug("the copying thread panicked")));
-        let snapshot = self.shared.lock().take();
-        let lost = || Error::bug("a snapshot was lost while it was filled");
-        Ok((snapshot.ok_or_else(lost)?, copied))
-    }
-}
-
-/// Tells that a copy has ended, however that came.
-struct EndOfCopy(Arc<CopyWatch>);
-
-impl Drop for EndOfCopy {
-    fn drop(&mut self) {
-        self.0.end();
-    }
-}
-
-/// One step in a slot, being filled.
-#[pyclass(frozen, module = "forebay._native")]
-pub(crate) struct Snapshot(Mutex<Stage>);
-
-impl Drop for Snapshot {
-    /// Nobody waited for the copy: the memory that it reads is freed no earlier than it ends.
-    fn drop(&mut self) {
-        let stage = std::mem::replace(self.0.get_mut(), Stage::Gone);
-        let Stage::Copying(copying) = stage else { return };
-        if copying.process != std::process::id() {
-            return;
-        }
-        let mut copying = Some(copying);
-        let mut end = || drop(copying.take().map(Copying::join));
-        // Other threads go on meanwhile, unless the interpreter is about to end. The copy needs nothing of it.
-        if Python::try_attach(|py| py.detach(&mut end)).is_none() {
-            end();
-        }
-    }
-}
-
-impl Snapshot {
-    /// Takes the snapshot out, after the background copy, if there is one. What that one failed with is told once, and the
-    /// snapshot stays, to be given up.
-    fn take(&self) -> Filled {
-        // Bound first, so that the lock is not held while the copy is waited for.
-        let stage = std::mem::replace(&mut *self.0.lock(), Stage::Gone);
-        match stage {
-            Stage::Idle(snapshot) => Ok(snapshot),
-            Stage::Copying(copying) => {
-                let (snapshot, copied) = copying.join()?;
-                if let Err(error) = copied {
-                    *self.0.lock() = Stage::Idle(snapshot);
-                    return Err(error);
-                }
-                Ok(snapshot)
-            }
-            gone => {
-                *self.0.lock() = gone;
-                Err(Error::bug("the snapshot was sealed or given up already"))
-            }
-        }
-    }
-
-    /// Of the background copy, while there is one.
-    fn watch(&self) -> Option<Arc<CopyWatch>> {
-        match &*self.0.lock() {
-            Stage::Copying(copying) => Some(copying.watch.clone()),
-            Stage::Idle(_) | Stage::Sealed(_) | Stage::Gone => None,
-        }
-    }
-
-    fn with<T>(&self, work: impl FnOnce(&mut arena::Snapshot) -> Result<T>) -> Result<T> {
-        let mut snapshot = self.take()?;
-        let outcome = work(&mut snapshot);
-        *self.0.lock() = Stage::Idle(snapshot);
-        outcome
-    }
-}
-
-#[pymethods]
-impl Snapshot {
-    /// Where tensor `index` belongs: address and length, good until the snapshot is sealed or given up.
-    fn place(&self, py: Python<'_>, index: usize) -> PyResult<Span> {
-        let place = |snapshot: &mut arena::Snapshot| {
-            let bytes = snapshot.tensor_mut(index);
-            Ok((bytes.as_mut_ptr() as usize, bytes.len()))
-        };
-        py.detach(|| self.with(place)).or_raise()
-    }
-
-    /// Copies tensors, given as index, address and length, and those in a device's memory, given with the device before
-    /// their address.
-    fn copy(
-        &self,
-        py: Python<'_>,
-        sources: Vec<(usize, usize, usize)>,
-        fetches: Vec<Fetch<'_>>,
-        threads: usize,
-    ) -> PyResult<()> {
-        let fetches = away(fetches);
-        py.detach(|| self.with(|snapshot| snapshot.copy(all(&sources, &fetches), threads, None))).or_raise()
-    }
-
-    /// Checksums tensors that were filled at their places.
-    fn checksum(&self, py: Python<'_>, indexes: Vec<usize>, threads: usize) -> PyResult<()> {
-        let in_place = indexes.into_iter().map(|index| (index, Source::InPlace)).collect();
-        py.detach(|| self.with(|snapshot| snapshot.copy(in_place, threads, None))).or_raise()
-    }
-
-    /// As `copy`, on threads of our own; the sources stay as they are until `await_sources` or `join` returned. `owners` is
-    /// what they are the memory of, which is held until `join` did.
-    fn copy_in_background(
-        &self,
-        py: Python<'_>,
-        sources: Vec<(usize, usize, usize)>,
-        fetches: Vec<Fetch<'_>>,
-        threads: usize,
-        owners: Py<PyAny>,
-    ) -> PyResult<()> {
-        let fetches = away(fetches);
-        let started = py.detach(|| {
-            let shared: Shared = Arc::new(Mutex::new(Some(self.take()?)));
-            let watch = Arc::new(CopyWatch::default());
-            let (of_worker, told) = (shared.clone(), EndOfCopy(watch.clone()));
-            let copy = move || {
-                let told = told;
-                match of_worker.lock().as_mut() {
-                    Some(snapshot) => snapshot.copy(all(&sources, &fetches), threads, Some(&told.0)),
-                    None => Ok(()),
-                }
-            };
-            let started = std::thread::Builder::new().name("forebay-stage".into()).spawn(copy);
-            let (stage, outcome) = match started {
-                Ok(worker) => {
-                    let process = std::process::id();
-                    (Stage::Copying(Copying { worker, shared, watch, process, _sources: owners }), Ok(()))
-                }
-                // There is no thread that has it.
-                Err(error) => (shared.lock().take().map_or(Stage::Gone, Stage::Idle), Err(error.into())),
-            };
-            *self.0.lock() = stage;
-            outcome
-        });
-        started.or_raise()
-    }
-
-    /// Whether the background copy has ended, if there was one.
-    #[getter]
-    fn is_copied(&self) -> bool {
-        !matches!(&*self.0.lock(), Stage::Copying(copying) if !copying.worker.is_finished())
-    }
-
-    /// Waits until the background copy has read its sources, which may change then. False where it ended before: `join` tells
-    /// why.
-    fn await_sources(&self, py: Python<'_>) -> bool {
-        self.watch().is_none_or(|watch| py.detach(|| watch.await_sources()))
-    }
-
-    /// Waits until the background copy has ended, well or not, and leaves it to `join`.
-    fn await_end(&self, py: Python<'_>) {
-        if let Some(watch) = self.watch() {
-            py.detach(|| watch.await_end());
-        }
-    }
-
-    /// Waits for the background copy.
-    fn join(&self, py: Python<'_>) -> PyResult<()> {
-        match &*self.0.lock() {
-            Stage::Sealed(_) => return Ok(()),
-            Stage::Idle(_) | Stage::Copying(..) | Stage::Gone => {}
-        }
-        py.detach(|| self.with(|_| Ok(()))).or_raise()
-    }
-}
-
-/// A tensor in a device's memory: index, device, address and length.
-type Fetch<'py> = (usize, PyRef<'py, Device>, u64, usize);
-
-/// Those tensors, apart from what Python owns.
-fn away(fetches: Vec<Fetch<'_>>) -> Vec<(usize, DeviceBytes)> {
-    let bytes = |(index, device, address, length): Fetch<'_>| (index, device.bytes(address, length));
-    fetches.into_iter().map(bytes).collect()
-}
-
-fn all<'a>(sources: &[(usize, usize, usize)], fetches: &[(usize, DeviceBytes)]) -> Vec<(usize, Source<'a>)> {
-    let near = sources
-        .iter()
-        .map(|(index, address, length)| (*index, Source::Host(buffer::bytes((*address, *length)))));
-    near.chain(fetches.iter().map(|(index, bytes)| (*index, Source::Device(bytes.clone())))).collect()
-}
-
 /// One save and what became of it.
 #[pyclass(frozen, module = "forebay._native")]
 pub(crate) struct Save(Arc<session::Save>);
@@ -575,13 +388,13 @@ impl Save {
         }
     }
 
-    /// When the agent had it sealed, on the local disk, stored and committed, in seconds since this machine started, as
-    /// far as it has.
+    /// When the agent had it sealed, on the local disk, in another host's memory, stored and committed, in seconds since this
+    /// machine started, as far as it has.
     #[getter]
-    fn times(&self) -> (Option<f64>, Option<f64>, Option<f64>, Option<f64>) {
-        let times = self.0.times();
+    fn times(&self) -> [Option<f64>; 5] {
+        let session::Times { sealed, local, replicated, stored, durable } = self.0.times();
         let seconds = |at_us: Option<u64>| at_us.map(|at_us| at_us as f64 / 1e6);
-        (seconds(times.sealed), seconds(times.local), seconds(times.stored), seconds(times.durable))
+        [sealed, local, replicated, stored, durable].map(seconds)
     }
 
     /// Raises what made the save fail, if it failed.

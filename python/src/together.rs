@@ -82,9 +82,11 @@ impl Together {
             let wishes: Vec<Vec<Wish>> = wishes.iter().map(|packed| unpack(packed)).collect::<Result<_>>()?;
             let (store, origin) = match &found.place {
                 Place::Store(url) => (Some(open(url)?), Origin::Store),
-                Place::Held(_) => {
-                    // Each rank's part lies where that rank is.
-                    let host = |shard: &Shard| hosts.get(shard.rank as usize).copied();
+                Place::Held(memory) => {
+                    let host = |shard: &Shard| {
+                        let beside = memory.beside.get(shard.rank as usize)?;
+                        hosts.get(*beside).copied()
+                    };
                     let at = found.manifest.shards.iter().map(host).collect::<Option<_>>();
                     (None, Origin::Hosts(at.ok_or_else(|| Error::bug("a part that no rank has"))?))
                 }

@@ -26,11 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import forebay
 import forebay.dcp
-from forebay import _hosts, _native, _together
+from forebay import _hosts, _native, _replicas, _together
 from forebay._pieces import Pieces
 from forebay._ranks import Ranks
 
-from .conftest import PATIENCE_S, SCALE, Child, arenas_of, wait_until
+from .conftest import PATIENCE_S, SCALE, Child, arenas_of, chances, wait_until
 from .test_dcp import everything, numbers, whole
 from .test_ranks import fsdp_parts, fsdp_values
 from .test_reading import read_bytes
@@ -70,16 +70,17 @@ class Hosts:
         """Has neither hear of the other any more."""
         _ip("-n", self._names[0], "link", "set", "eth0", "down")
 
-    def start(self, ranks: int, work: Work) -> list[Child]:
-        """A job of so many ranks, half of them on either host."""
+    def start(self, ranks: int, work: Work, first: int = 0) -> list[Child]:
+        """A job of so many ranks, half of them on either host, that of rank 0 is the `first`."""
         self._jobs += 1
         here, number = ranks // 2, self._jobs
 
         def rank_of(rank: int) -> Callable[[Report], None]:
             def run(report: Report) -> None:
-                self._enter(rank // here)
+                self._enter((rank // here + first) % 2)
                 os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(here))
-                os.environ.update(MASTER_ADDR="10.91.7.1", MASTER_PORT="29400", GLOO_SOCKET_IFNAME="eth0")
+                master = f"10.91.7.{first + 1}"
+                os.environ.update(MASTER_ADDR=master, MASTER_PORT="29400", GLOO_SOCKET_IFNAME="eth0")
                 os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
                 meeting = f"file://{self._meetings / str(number)}"
                 dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
@@ -89,9 +90,9 @@ class Hosts:
 
         return [Child(rank_of(rank)) for rank in range(ranks)]
 
-    def run(self, ranks: int, work: Callable[[int], Any]) -> list[Any]:
+    def run(self, ranks: int, work: Callable[[int], Any], first: int = 0) -> list[Any]:
         """What `work` gives on each rank."""
-        children = self.start(ranks, lambda rank, report: report(json.dumps(work(rank))))
+        children = self.start(ranks, lambda rank, report: report(json.dumps(work(rank))), first)
         lines = [child.line() for child in children]
         assert [child.join() for child in children] == [0] * ranks
         return [json.loads(line) for line in lines]
@@ -179,16 +180,24 @@ def shared_reads() -> Iterator[list[int]]:
         yield reads
 
 
-def held(hosts: Hosts, place: Path, parts: Callable[[int], dict[str, Any]]) -> list[int]:
-    """Kills a job whose last step is in the memory of both hosts; gives its agents."""
+def held(hosts: Hosts, place: Path, parts: Callable[[int], dict[str, Any]], replicas: int = 0) -> list[int]:
+    """Kills a job whose last step is in the memory of both hosts, and with `replicas` there alone; gives its agents."""
 
     def work(rank: int, report: Report) -> None:
-        checkpointer = forebay.Checkpointer(place, every=1, linger=LINGER_S)
+        checkpointer = forebay.Checkpointer(place, every=1, linger=LINGER_S, replicas=replicas)
         state = parts(1)
         for step in (1, 2):
             train(state, 1)
             save = checkpointer.step(step, state)
-        assert save is not None and save.wait_sealed(60)
+            assert save is not None and save.wait_sealed(60)
+            if replicas and step == 1:
+                assert save.wait_durable(60)
+                dist.barrier()
+                if rank == 0:
+                    (place / "shards").rename(place / "no-shards")
+                    (place / "shards").touch()
+                dist.barrier()
+        assert save is not None and save.wait_replicated(60)
         report(str(checkpointer._agent.pid))
         signal.pause()
 
@@ -213,7 +222,11 @@ def flip_memory(agent: int) -> None:
 
 
 def goes_on(
-    hosts: Hosts, place: Path, parts: Callable[[int], dict[str, Any]], values: Callable[[dict[str, Any]], Any]
+    hosts: Hosts,
+    place: Path,
+    parts: Callable[[int], dict[str, Any]],
+    values: Callable[[dict[str, Any]], Any],
+    first: int = 0,
 ) -> list[Any]:
     """What a job that is started again has: the step, where it was read, whether all is as it was, warnings, and files of the store
     that were read."""
@@ -231,7 +244,7 @@ def goes_on(
         assert restored is not None
         return [step, restored.tier, right, texts]
 
-    return hosts.run(4, restore)
+    return hosts.run(4, restore, first)
 
 
 def test_a_job_on_two_hosts_is_saved_and_restored_there_and_elsewhere(hosts: Hosts, tmp_path: Path) -> None:
@@ -462,6 +475,179 @@ def test_a_killed_job_goes_on_from_the_memory_of_its_hosts(
     assert _native.verify(f"file://{place}", None) == []
 
 
+def test_a_killed_job_goes_on_whichever_host_its_ranks_are_on(hosts: Hosts, tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    agents = held(hosts, place, fsdp_parts)
+    assert goes_on(hosts, place, fsdp_parts, fsdp_values, first=1) == [[2, "arena", True, []]] * 4
+    for agent in agents:
+        end(agent)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("parts, values", [(fsdp_parts, fsdp_values), (ddp_parts, parameters)])
+def test_a_job_that_lost_a_host_goes_on_from_the_copies_of_another(
+    hosts: Hosts,
+    tmp_path: Path,
+    parts: Callable[[int], dict[str, Any]],
+    values: Callable[[dict[str, Any]], Any],
+    lost: int,
+) -> None:
+    """Its ranks are where they were, or those of the host that is left on another one; starts that end before they save lose
+    nothing."""
+    place = tmp_path / "run"
+    agents = held(hosts, place, parts, replicas=1)
+    lost_agents, left = (agents[:2], agents[2:]) if lost == 0 else (agents[2:], agents[:2])
+    for agent in lost_agents:
+        end(agent)
+    for first in (0, 1):
+        assert goes_on(hosts, place, parts, values, first) == [[2, "peer", True, []]] * 4
+    assert forebay.Checkpointer(place).steps() == [1]
+    for agent in left:
+        end(agent)
+
+
+def test_hosts_that_are_lost_at_random_moments_cost_no_step_that_had_its_copies(hosts: Hosts, tmp_path: Path) -> None:
+    """The store is behind by one or two steps. Each time a host is lost with all that it held, at any moment after the new start's
+    first copies, and with it what is left of the job but the other host's agent."""
+    place, notes, agents, tiers = tmp_path / "run", tmp_path / "notes", set[int](), []
+    notes.mkdir()
+
+    def note(rank: int, name: str, number: int) -> None:
+        (notes / f"new-{rank}").write_text(str(number))
+        (notes / f"new-{rank}").rename(notes / f"{name}-{rank}")
+
+    def noted(rank: int, name: str) -> int:
+        path = notes / f"{name}-{rank}"
+        return int(path.read_text()) if path.exists() else 0
+
+    def work(rank: int, report: Report) -> None:
+        # A step that other ranks sealed in vain is told by those who held it.
+        warnings.simplefilter("ignore", forebay.CheckpointWarning)
+        checkpointer = forebay.Checkpointer(place, every=1, linger=LINGER_S, replicas=1, flush_rate="2MiB")
+        state = {"t": torch.full((300_000,), -1.0), "n": 0}
+        step = checkpointer.restore(state) or 0
+        restored = checkpointer.restored
+        report(json.dumps([step, bool((state["t"] == 2 * step + rank).all()), None if restored is None else restored.tier]))
+        while True:
+            step += 1
+            state["t"].fill_(2 * step + rank)
+            save = checkpointer.step(step, state)
+            note(rank, "agent", checkpointer._agent.pid)
+            assert save is not None
+            if save.wait_replicated(60):
+                note(rank, "copied", step)
+
+    def least_copied() -> int:
+        return min(noted(rank, "copied") for rank in (0, 1))
+
+    def start() -> list[Child]:
+        children, least = hosts.start(2, work), least_copied()
+        for step, is_right, tier in [json.loads(child.line()) for child in children]:
+            assert step >= least and (step == 0 or is_right), (step, least, is_right, tier)
+            tiers.append(tier)
+        wait_until(lambda: least_copied() > step)
+        return children
+
+    for chance in chances(3, 60):
+        children, lost = start(), chance.randrange(2)
+        time.sleep(chance.uniform(0, 3))
+        # A trainer that lives would start another agent.
+        children[lost].kill()
+        end(noted(lost, "agent"))
+        time.sleep(chance.choice([0, chance.uniform(0, 1)]))
+        if children[1 - lost] in Child.alive:
+            children[1 - lost].kill()
+        agents.add(noted(1 - lost, "agent"))
+    for rank, child in enumerate(start()):
+        child.kill()
+        agents.add(noted(rank, "agent"))
+    assert set(tiers) == {None, "peer"}
+    for agent in agents:
+        end(agent)
+    assert _native.verify(f"file://{place}", None) == []
+
+
+def test_copies_are_made_of_each_save_whatever_becomes_of_agents(hosts: Hosts, tmp_path: Path) -> None:
+    def work(rank: int, report: Report) -> None:
+        checkpointer = forebay.Checkpointer(tmp_path / "run", every=1, linger=LINGER_S, replicas=1)
+        state, found = {"w": numbers(2000) + rank}, []
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for step in range(1, 5):
+                if step == 3 and rank == 2:
+                    # Rank 0's copies are there, and rank 2's are with rank 0.
+                    os.kill(checkpointer._agent.pid, signal.SIGKILL)
+                    checkpointer._agent.wait()
+                save = checkpointer.step(step, state)
+                assert save is not None and save.wait_durable(60)
+                found.append([save.replicated, save.timeline()["replicated_s"] is not None])
+        texts = [str(one.message) for one in told if one.category is forebay.CheckpointWarning]
+        metrics = [line for line in checkpointer.metrics().splitlines() if line.startswith("forebay_replicas_missed")]
+        report(json.dumps([found, checkpointer.replicas_missed, metrics[-1].split()[-1], texts]))
+        checkpointer.close()
+
+    children = hosts.start(4, work)
+    results = [json.loads(child.line()) for child in children]
+    assert [child.join() for child in children] == [0] * 4
+    for rank, (found, missed, counted, texts) in enumerate(results):
+        assert found == [[True, True]] * 4 and (missed, counted) == (0, "0"), (rank, found)
+        assert len(texts) == (rank == 2) and all("another one was started" in text for text in texts), texts
+
+
+def test_a_damaged_part_is_read_of_its_copy(hosts: Hosts, tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    agents = held(hosts, place, fsdp_parts, replicas=1)
+    flip_memory(agents[3])
+    for step, tier, right, told in goes_on(hosts, place, fsdp_parts, fsdp_values):
+        assert (step, tier, right) == (2, "peer", True), (step, tier)
+        assert len(told) == 1 and "step 2 in memory is not used" in told[0] and "damaged" in told[0], told
+    for agent in agents:
+        end(agent)
+
+
+# Who cannot be reached any more is tried for 10 s for each save.
+def test_saves_go_on_without_copies_where_a_host_takes_none(hosts: Hosts, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(_replicas, "addresses", lambda: ["127.0.0.1"])
+
+    def work(rank: int) -> Any:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with forebay.Checkpointer(tmp_path / "run", every=1, replicas=1) as checkpointer:
+                for step in (1, 2):
+                    save = checkpointer.step(step, {"w": numbers(9)})
+                    assert save is not None and save.wait_durable(60) and not save.replicated
+                    assert not save.wait_replicated(0.1)
+                missed = checkpointer.replicas_missed
+        return [missed, [str(one.message) for one in told if one.category is forebay.CheckpointWarning]]
+
+    for missed, told in hosts.run(2, work):
+        assert missed == 2 and len(told) == 1, told
+        assert "saves go on without copies in another host's memory (replicas): 127.0.0.1 (port " in told[0], told
+
+
+def test_a_job_on_one_host_has_no_copies_and_is_told(tmp_path: Path, capfd: Any) -> None:
+    with forebay.Checkpointer(tmp_path, every=1, replicas=1) as checkpointer:
+        save = checkpointer.step(1, {"w": numbers(9)})
+        assert save is not None and save.wait_durable(60) and not save.replicated
+        assert checkpointer.replicas_missed == 1
+    told = capfd.readouterr().err
+    assert "2 snapshots of " in told and told.endswith("; all ranks are on one host, and no other has copies\n"), told
+
+
+@pytest.mark.parametrize(
+    "hosts_of, expected",
+    [
+        ([0, 0, 0], [None] * 3),
+        ([0, 1], [1, 0]),
+        ([0, 0, 2, 2], [2, 3, 0, 1]),
+        ([0, 1, 0, 1], [1, 0, 3, 2]),
+        ([0, 0, 2, 3, 3], [2, 2, 3, 0, 1]),
+    ],
+)
+def test_each_host_has_its_copies_with_the_next(hosts_of: list[int], expected: list[Optional[int]]) -> None:
+    assert [_replicas.keeper_of(rank, hosts_of) for rank in range(len(hosts_of))] == expected
+
+
 @pytest.mark.parametrize("trouble", ["hidden", "damaged"])
 def test_what_does_not_come_from_another_hosts_memory_is_waited_for_in_the_store(
     hosts: Hosts, tmp_path: Path, monkeypatch: Any, trouble: str
@@ -533,7 +719,7 @@ def test_a_rank_that_is_gone_from_another_host_is_named(hosts: Hosts, tmp_path: 
 def test_hosts_that_do_not_reach_each_other_are_told(hosts: Hosts, tmp_path: Path) -> None:
     def work(rank: int) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_hosts, "_addresses", lambda: ["127.0.0.1"])
+            patch.setattr(_hosts, "addresses", lambda: ["127.0.0.1"])
             with forebay.Checkpointer(tmp_path / "run", patience=3.0) as checkpointer:
                 with pytest.raises(forebay.CheckpointUnavailable) as raised:
                     checkpointer.save_now(1, {"w": numbers(9)})
@@ -584,5 +770,5 @@ def test_what_launchers_say_of_hosts_is_known(given: dict[str, str], expected: b
 
 def test_addresses_are_those_that_others_can_reach(monkeypatch: Any) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.91.7.200")
-    found: Optional[list[str]] = _hosts._addresses()
+    found: Optional[list[str]] = _hosts.addresses()
     assert found and "10.91.7.200" in found and not any(address.startswith("127.") for address in found)

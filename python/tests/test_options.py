@@ -31,7 +31,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "patience": ([*SECONDS, 0, None], "a number of seconds, more than 0, to 1e+09"),
     "flush_rate": (SIZES, "a number of bytes, at least 1, with or without a unit, such as '200MiB', or None"),
     "local_bytes": (SIZES, "a number of bytes, at least 1, with or without a unit, such as '200MiB', or None"),
-    "replicas": ([1, 2], "0, as no host holds what another one's ranks save yet"),
+    "replicas": ([-1, 2, None, True], "a whole number, from 0 to 1"),
     "rng": (["no", 1, None], "True or False"),
     "allow_pickle": (["no", 0, None], "True or False"),
     "on_busy": (["drop", None, ["wait"]], "'wait' or 'skip'"),

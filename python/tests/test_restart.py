@@ -250,7 +250,7 @@ def test_memory_is_newer_than_the_starts_that_its_own_came_after(known: bool) ->
     """Until the agent of a start takes its number, that of the one before is the newest, and so is a step of that."""
     before, own = "b" * 32, "c" * 32
     after = [before[:8]] if known else []
-    word = {"start": own, "began": ["here", 20], "after": after, "held": [[own, 4], [own, 3]], "durable": []}
+    word = {"start": own, "began": ["here", 20], "after": after, "held": [[own, 4], [own, 3]], "durable": [], "kept": []}
     store = _held.Survey(before, 1, [(before[:8], 2)], ("here", 30))
     reason = _held._reason_against([word, {**word, "after": []}], (own, 4), store)
     assert reason == (None if known else "the job was started elsewhere since")
@@ -262,7 +262,7 @@ def test_memory_is_newer_than_the_starts_that_its_own_came_after(known: bool) ->
 def test_memory_is_newer_than_a_start_whose_agent_came_late(began: Optional[tuple[str, int]], is_late: bool) -> None:
     """A trainer was killed before its agent was up, which took its number after that of the next start, on this host."""
     late, own = "b" * 32, "c" * 32
-    word = {"start": own, "began": ["here", 20], "after": [], "held": [[own, 4]], "durable": []}
+    word = {"start": own, "began": ["here", 20], "after": [], "held": [[own, 4]], "durable": [], "kept": []}
     reason = _held._reason_against([word, word], (own, 4), _held.Survey(late, 2, [(late[:8], 2)], began))
     assert reason == (None if is_late else "the job was started elsewhere since")
 

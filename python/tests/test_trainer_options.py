@@ -46,6 +46,7 @@ GIVEN: dict[str, Any] = {
     "local_keep": 1,
     "local_bytes": "1GiB",
     "linger": 7.0,
+    "replicas": 1,
 }
 """A value for each option of a job that is no path."""
 

@@ -48,7 +48,7 @@ fn cards_read_what_other_hosts_lend_and_fall_back_to_tcp() {
     assert!(said.ends_with("9 scenarios passed\n"), "{said}");
 }
 
-/// All that ranks of several hosts do as they read a step between them.
+/// All that ranks of several hosts do as they read a step between them, and as they hold copies for each other.
 #[test]
 fn ranks_of_several_hosts_restore_by_their_cards() {
     let test = "ranks_of_several_hosts_restore_by_their_cards";
@@ -57,9 +57,14 @@ fn ranks_of_several_hosts_restore_by_their_cards() {
     let ranks = ranks.envs(&[("FOREBAY_TEST_RDMA", "auto")]);
     let one = format!("{} restore::tests::ranks_read --nocapture", tests.display());
     let unlocked = as_nobody(64, &format!("FOREBAY_TEST_RDMA=rxe0:1:1,rxe1:1:1 {one}"));
-    let Some(ended) = run(test, &[ranks, unlocked], PATIENCE) else { return };
-    let [ranks, unlocked]: [Outcome; 2] = ended.try_into().expect("one outcome for each program");
-    let (ranks, unlocked) = (ranks.succeeded(), unlocked.succeeded());
+    let copies = Program::new(tests, &["agent::replicas", "--nocapture"]);
+    let copies = copies.envs(&[("FOREBAY_TEST_RDMA", "auto")]);
+    let Some(ended) = run(test, &[ranks, unlocked, copies], PATIENCE) else { return };
+    let [ranks, unlocked, copies]: [Outcome; 3] = ended.try_into().expect("one outcome for each program");
+    let (ranks, unlocked, copies) = (ranks.succeeded(), unlocked.succeeded(), copies.succeeded());
+    for part in ["test result: ok. 7 passed", "rank 0 has rxe0:1 (RoCE)", "rank 1 has rxe1:1 (RoCE)"] {
+        assert!(copies.contains(part), "{part} is not in\n{copies}");
+    }
     for part in ["test result: ok.", "rank 0 has rxe0:1 (RoCE)", "rank 1 has rxe1:1 (RoCE)"] {
         assert!(ranks.contains(part), "{part} is not in\n{ranks}");
     }

@@ -1,5 +1,5 @@
-//! A copy that is being written to this host's disk, between the task that writes it and the one that flushes: the disk
-//! comes first, and where it hangs it is no longer waited for, until it answers.
+//! A copy that is being written to this host's disk, or sent to another host, between who writes it and the task that flushes: it is
+//! waited for, unless it hangs, and then not until it answers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 
 use crate::local::patience;
 
-/// Whether this host's disk hangs, as far as is known; clones are one.
+/// Whether a disk, or a host, hangs, as far as is known; clones are one.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Health(Arc<AtomicBool>);
 

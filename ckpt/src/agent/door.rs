@@ -147,10 +147,10 @@ fn dismiss_earlier(place: &str, own: &Start) -> Result<bool> {
     if (answer.started_ms, &answer.start) >= (own.started_ms, &own.nonce) {
         return Ok(false);
     }
-    for _ in &answer.held {
+    for _ in 0..answer.held.len() + answer.kept.len() {
         stream.receive()?;
     }
-    stream.send(&words(&Visit::Succeed)?, None)?;
+    stream.send(&words(&Visit::Succeed { lost: Vec::new() })?, None)?;
     // It has left the place when it says what becomes of its saves, which its own start told of.
     stream.receive()?;
     tracing::info!(

@@ -44,6 +44,8 @@ pub(super) struct Save {
     pub(super) given: Given,
     /// The copy on this host's disk, which comes first.
     pub(super) local: Option<Copy>,
+    /// The copy in another host's memory.
+    pub(super) replica: Option<Copy>,
 }
 
 /// Whether other agents had a save before.
@@ -327,6 +329,10 @@ async fn commit_together(
             return refused(format!("rank {rank}: {}", failure_of(bucket, failed).await?));
         }
         let stored: Vec<(u32, Timestamp)> = of(Note::Index).map(|(key, at)| (key.rank, *at)).collect();
+        let lacks = |rank| !stored.iter().any(|(other, _)| *other == rank);
+        if let Some(lost) = leave.trainer.lost_rank(lacks) {
+            return refused(format!("rank {lost} was lost with its host before its part was stored"));
+        }
         let mut may_wait = false;
         if stored.len() == member.world_size as usize {
             let since = *complete.get_or_insert_with(|| {

@@ -190,15 +190,22 @@ impl Flusher {
 
     async fn settle(&mut self, mut sealed: Save) {
         let begun = self.clock.now();
-        let mut progress = Progress { alive: self.alive(sealed.held.seal.step), ..Progress::default() };
-        if let Some(local) = sealed.local.take() {
-            let copied = self.await_copy(sealed.held.seal.save, local);
-            match &mut progress.alive {
-                Some(alive) => alive.during(copied).await,
-                None => copied.await,
+        let (clock, trainer) = (self.clock.clone(), self.trainer.clone());
+        let replicated = await_replica(&clock, &trainer, sealed.held.seal.save, sealed.replica.take());
+        let flushed = async {
+            let mut progress = Progress { alive: self.alive(sealed.held.seal.step), ..Progress::default() };
+            if let Some(local) = sealed.local.take() {
+                let copied = self.await_copy(sealed.held.seal.save, local);
+                match &mut progress.alive {
+                    Some(alive) => alive.during(copied).await,
+                    None => copied.await,
+                }
             }
-        }
-        let settled = self.flush_on(&sealed, progress).await;
+            let settled = self.flush_on(&sealed, progress).await;
+            (settled, now_us(&self.clock))
+        };
+        // The slot is the trainer's again once both are done.
+        let ((settled, at_us), ()) = tokio::join!(flushed, replicated);
         let Seal { save, round, step, size, .. } = sealed.held.seal;
         drop(sealed);
         self.log(step, size, self.clock.now().since(begun), &settled);
@@ -207,7 +214,7 @@ impl Flusher {
             Ok(_) => self.mark_durable(HeldStep { start: self.hello.start.nonce.clone(), step }),
         }
         self.trainer.tell(&match settled {
-            Ok(_) => Reply::Durable { save, at_us: now_us(&self.clock) },
+            Ok(_) => Reply::Durable { save, at_us },
             Err(error) => Reply::Failed { save, error: (&error).into() },
         });
     }
@@ -504,6 +511,22 @@ impl Flusher {
             self.trainer.tell(&Reply::Warning { message: format!("old steps were not deleted: {error}") });
             false
         })
+    }
+}
+
+/// Waits for the copy in another host's memory, unless that host hangs.
+async fn await_replica(clock: &Clock, trainer: &Trainer, save: u64, replica: Option<Copy>) {
+    let Some(replica) = replica else { return };
+    let settled = replica.settled(clock).await;
+    if let Settled::Hangs(patience) = settled {
+        let seconds = patience.as_secs();
+        let message = format!(
+            "another host did not take a copy within {seconds} s: saves go on without copies there until it does"
+        );
+        trainer.tell(&Reply::Warning { message });
+    }
+    if settled != Settled::Done {
+        trainer.tell(&Reply::NotReplicated { save });
     }
 }
 

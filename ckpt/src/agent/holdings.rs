@@ -11,7 +11,8 @@ use forebay_io::mem::{Lease, SharedMemory};
 use forebay_io::net::FdStream;
 use serde::Serialize;
 
-use super::{Answer, Told};
+use super::replicas::Replica;
+use super::{Answer, KeptStep, Told};
 use crate::arena::{Held, HeldStep, SLOTS, Seal, slot_range};
 use crate::catalog::Start;
 
@@ -71,6 +72,11 @@ impl Holdings {
         Ok(bytes)
     }
 
+    /// The memory that `save`, which is held, lies in.
+    pub(super) fn memory(&self, save: u64) -> Option<Arc<SharedMemory>> {
+        self.held.iter().find(|holding| holding.held.seal.save == save).map(|holding| holding.memory.clone())
+    }
+
     /// Says to all that have the memory that `save`, which is held, is being read, until the lease is dropped.
     pub(super) fn lease(&self, save: u64) -> Option<Lease> {
         let Holding { held, memory } = self.held.iter().find(|holding| holding.held.seal.save == save)?;
@@ -106,12 +112,13 @@ impl Holdings {
         held.find(|held| held.name() == *step).map(|held| held.seal.save)
     }
 
-    /// Shows a visitor everything: of which start it is, which ones that came after, and which saves of it `is_durable` has
-    /// to be committed.
+    /// Shows a visitor everything: of which start it is, which ones that came after, which saves of it `is_durable` has to be
+    /// committed, and what is `kept` for ranks of other hosts.
     pub(crate) fn show(
         &mut self,
         (start, after): (&Start, &[String]),
         is_durable: impl Fn(u64) -> bool,
+        kept: &[Replica],
         visitor: &mut FdStream,
     ) -> Result<()> {
         self.held.sort_by_key(|holding| holding.held.seal.save);
@@ -119,9 +126,13 @@ impl Holdings {
         let durable = all().filter(|held| is_durable(held.seal.save)).map(Held::name).collect();
         let held = all().map(Held::name).collect();
         let Start { nonce, started_ms, .. } = start.clone();
-        let answer = Answer { start: nonce, started_ms, held, durable, after: after.to_vec() };
+        let of_others =
+            kept.iter().map(|Replica { held, .. }| KeptStep { rank: held.rank, step: held.name() });
+        let (after, kept_steps) = (after.to_vec(), of_others.collect());
+        let answer = Answer { start: nonce, started_ms, held, durable, after, kept: kept_steps };
         visitor.send(&frame(&answer)?, None)?;
-        for Holding { held, memory } in &self.held {
+        let own = self.held.iter().map(|Holding { held, memory }| (held, memory));
+        for (held, memory) in own.chain(kept.iter().map(|Replica { held, memory }| (held, memory))) {
             visitor.send(&frame(held)?, Some(memory.as_fd()))?;
         }
         Ok(())

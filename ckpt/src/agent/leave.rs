@@ -20,7 +20,7 @@ pub(super) struct Leave<'a> {
     pub(super) bucket: &'a Bucket,
     pub(super) run: &'a Run,
     /// Where it is dead, what it sealed was promised: no step can follow.
-    trainer: &'a Trainer,
+    pub(super) trainer: &'a Trainer,
     /// Of a start that is over anyway.
     is_heir: bool,
     asked: Option<Moment>,

@@ -13,13 +13,17 @@ mod leave;
 mod flush;
 mod remains;
 mod disk;
+mod replicas;
 mod sweep;
 mod flusher;
 mod holdings;
 mod door;
 mod serve;
 
-pub use protocol::{Answer, Hello, Linger, Member, Origin, Reply, Request, Told, VISIT_VERSION, Visit};
+pub(crate) use protocol::KeptStep;
+pub use protocol::{
+    Answer, Hello, Linger, Member, Origin, Replication, Reply, Request, Told, VISIT_VERSION, Visit,
+};
 pub(crate) use protocol::{MADE_WAY, MAKES_WAY_LATER};
 pub use serve::serve;
 

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::arena::{Held, HeldStep};
 use crate::catalog::{Keep, Round, Run, Start, StepKey};
 use crate::local::LocalTier;
+use crate::restore::Address;
 
 /// What the agent is told first.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -31,6 +32,9 @@ pub struct Hello {
     pub flush_rate: Option<NonZeroU64>,
     /// Where copies are kept on this host's disk, if they are.
     pub local: Option<LocalTier>,
+    /// How copies are kept in other hosts' memory, if they are.
+    #[serde(default)]
+    pub replication: Option<Replication>,
     /// The starts that this one comes after, by the beginnings of their nonces, which name attempts.
     #[serde(default)]
     pub after: Vec<String>,
@@ -53,6 +57,7 @@ impl Hello {
             linger: None,
             flush_rate: None,
             local: None,
+            replication: None,
             after: Vec::new(),
             seen: None,
         }
@@ -90,6 +95,15 @@ pub struct Linger {
     pub place: String,
     /// How long it waits, in milliseconds.
     pub for_ms: u64,
+}
+
+/// How agents of different hosts hold copies for each other.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Replication {
+    /// Steps of a rank that are held at most.
+    pub steps: usize,
+    /// The network cards that may bring them, as [`forebay_io::net::Wanted`] reads it.
+    pub cards: String,
 }
 
 /// One rank of a job that saves together.
@@ -152,6 +166,10 @@ pub enum Request {
         /// Why.
         reason: String,
     },
+    /// Hold this for a rank of another host, as the agent before this one did; its memory's descriptor comes with the frame.
+    Inherit(Box<Held>),
+    /// What is sealed from now on is to be held by the agent at this address as well.
+    ReplicateTo(Address),
     /// The trainer does nothing until this save is settled.
     Await {
         /// Which save.
@@ -170,9 +188,8 @@ pub struct Told {
     pub held: Held,
 }
 
-/// The version of [`Visit`] and [`Answer`], and of what they carry. What an agent of an earlier build shows under it is
-/// refused, and told: it has no checksum.
-pub const VISIT_VERSION: u32 = 3;
+/// The version of [`Visit`] and [`Answer`], and of what they carry.
+pub const VISIT_VERSION: u32 = 4;
 
 /// From whoever comes to an agent whose trainer was killed. An agent that has nothing to say closes the connection.
 #[derive(Debug, Serialize, Deserialize)]
@@ -183,7 +200,11 @@ pub enum Visit {
         version: u32,
     },
     /// I hold it now: tell me, as replies, what becomes of the saves under way, and end.
-    Succeed,
+    Succeed {
+        /// Ranks whose agents are nowhere any more: what they did not store by now they never will.
+        #[serde(default)]
+        lost: Vec<u32>,
+    },
     /// Saves of another job lack memory: let go of yours, if nothing is lost by that. Answered by [`MADE_WAY`], or by
     /// [`MAKES_WAY_LATER`] where it is still on its way to the store.
     MakeWay,
@@ -194,7 +215,8 @@ pub(crate) const MADE_WAY: &[u8] = b"gone";
 /// The answer of one that will be asked again.
 pub(crate) const MAKES_WAY_LATER: &[u8] = b"later";
 
-/// What an agent shows: this, and then a `Held` frame for each step, with its memory's descriptor.
+/// What an agent shows: this, and then a `Held` frame for each step, with its memory's descriptor, and for what it keeps for
+/// other hosts.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Answer {
     /// The nonce of the start that it served.
@@ -210,6 +232,18 @@ pub struct Answer {
     /// As [`Hello::after`].
     #[serde(default)]
     pub after: Vec<String>,
+    /// What it keeps for ranks of other hosts, oldest first.
+    #[serde(default)]
+    pub kept: Vec<KeptStep>,
+}
+
+/// A step of which an agent keeps the part of a rank of another host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeptStep {
+    /// The rank.
+    pub rank: u32,
+    /// The step.
+    pub step: HeldStep,
 }
 
 /// From the agent.
@@ -231,6 +265,25 @@ pub enum Reply {
     },
     /// There will be no copy of it on this host's disk.
     NoCopy {
+        /// Which save.
+        save: u64,
+    },
+    /// Where agents of other hosts bring copies to, to be kept by this one.
+    Keeps {
+        /// A port of this host.
+        port: u16,
+        /// What they are to say there.
+        secret: String,
+    },
+    /// This rank's part of the save is in another host's memory as well.
+    Replicated {
+        /// Which save.
+        save: u64,
+        /// When, as in `Sealed`.
+        at_us: u64,
+    },
+    /// There will be no copy of it in another host's memory.
+    NotReplicated {
         /// Which save.
         save: u64,
     },

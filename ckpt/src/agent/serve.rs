@@ -15,24 +15,25 @@ use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::{Clock, Moment};
-use forebay_io::net::{FdStream, Notice};
+use forebay_io::net::{FdStream, Notice, Rdma};
 use forebay_io::priority::Priority;
 use forebay_io::task::{TaskGroup, end};
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
 
-use super::copy::{Settled, copy};
+use super::copy::{Copy, Settled, copy};
 use super::disk::{Copies, Disk};
 use super::door::Door;
 use super::flush::{Given, Save};
 use super::flusher::{Flusher, Work, disk_hangs};
 use super::holdings::Holdings;
 use super::pace::Pace;
-use super::protocol::{MADE_WAY, MAKES_WAY_LATER, now_us};
+use super::protocol::{MADE_WAY, MAKES_WAY_LATER, Replication, now_us};
+use super::replicas::{Keeper, Outbox, Sender};
 use super::source::Source;
 use super::trainer::Trainer;
 use super::{Hello, Reply, Request, Told, VISIT_VERSION, Visit};
-use crate::arena::SLOTS;
+use crate::arena::{Held, HeldStep, SLOTS};
 use crate::local::PATIENCE;
 
 /// Copies under way at most, of two slots of the present arena and two of the one before: whole ones and those that go on.
@@ -61,7 +62,7 @@ pub fn serve(stream: FdStream, priority: Option<Priority>, notice: Option<Notice
 }
 
 fn serve_on(runtime: &Runtime, mut stream: FdStream, pace: Arc<Pace>, notice: Option<Notice>) -> Result<()> {
-    let (trainer, clock) = (Trainer::new(stream.share(), pace), Clock::system());
+    let (trainer, clock) = (Trainer::new(stream.share(), pace.clone()), Clock::system());
     let Some((frame, _)) = stream.receive()? else { return Ok(()) };
     let Request::Hello(hello) = parse(&frame)? else {
         return Err(Error::invalid("an agent is greeted first"));
@@ -83,6 +84,10 @@ fn serve_on(runtime: &Runtime, mut stream: FdStream, pace: Arc<Pace>, notice: Op
     });
     let copies = disk.as_ref().map(|_| copies);
     let mut desk = Desk::new(&hello, trainer.clone(), saves, copies.clone(), notice);
+    if let Some(replication) = &hello.replication {
+        let others = Others::new(replication, hello.place().0, &trainer, &pace);
+        desk.others = others.inspect_err(|error| trainer.tell(&no_replicas(error))).ok();
+    }
     let flusher = tasks.spawn("flush", Flusher::new(*hello, trainer, copies).settle_all(queue));
     let served = desk.serve(&mut stream);
     let door = desk.close();
@@ -110,6 +115,33 @@ fn parse(frame: &[u8]) -> Result<Request> {
         .map_err(|error| Error::invalid(format!("a request does not parse: {error}")))
 }
 
+fn no_replicas(error: &Error) -> Reply {
+    let message = format!("saves go on without copies in another host's memory (replicas): {error}");
+    Reply::Warning { message }
+}
+
+/// The agents of other hosts: what is kept for them, and what they keep.
+struct Others {
+    keeper: Keeper,
+    outbox: Outbox,
+}
+
+impl Others {
+    /// Opens the port to which they come, and tells the trainer of it.
+    fn new(replication: &Replication, rank: u32, trainer: &Trainer, pace: &Arc<Pace>) -> Result<Self> {
+        let rdma = replication.cards.parse().and_then(|cards| Rdma::open(&cards, rank as usize));
+        let rdma = rdma.unwrap_or_else(|error| {
+            trainer.tell(&Reply::Warning { message: format!("copies for other hosts go over TCP: {error}") });
+            None
+        });
+        let keeper = Keeper::open(pace, rdma.clone())?;
+        let outbox = Sender::begin(replication.steps, trainer, pace, rdma)?;
+        let (port, secret) = keeper.address();
+        trainer.tell(&Reply::Keeps { port, secret });
+        Ok(Self { keeper, outbox })
+    }
+}
+
 /// The thread that hears the trainer, and those that come after it.
 struct Desk {
     hello: Hello,
@@ -118,6 +150,8 @@ struct Desk {
     saves: mpsc::UnboundedSender<Work>,
     /// To this host's disk, where copies are kept there.
     copies: Option<Copies>,
+    /// Where copies are kept in other hosts' memory.
+    others: Option<Others>,
     holdings: Holdings,
     door: Door,
     notice: Option<Notice>,
@@ -135,7 +169,7 @@ impl Desk {
         let door = Door::new(linger.map(|linger| linger.place.clone()));
         let linger = Duration::from_millis(linger.map_or(0, |linger| linger.for_ms));
         let (hello, holdings) = (hello.clone(), Holdings::default());
-        Self { hello, linger, trainer, saves, copies, holdings, door, notice }
+        Self { hello, linger, trainer, saves, copies, others: None, holdings, door, notice }
     }
 
     fn serve(&mut self, stream: &mut FdStream) -> Result<()> {
@@ -181,8 +215,19 @@ impl Desk {
             }
             Request::Forget(step) => self.holdings.forget(&step),
             Request::GiveUp { step, round, reason } => self.pass_on(Work::GiveUp { step, round, reason })?,
+            Request::Inherit(held) => {
+                if let Some(Others { keeper, .. }) = &self.others {
+                    keeper.inherit(*held, fd)?;
+                }
+            }
+            Request::ReplicateTo(address) => {
+                self.others.iter().for_each(|others| others.outbox.set_address(address.clone()));
+            }
             Request::Await { save } => self.trainer.await_save(save),
-            Request::Bye => self.holdings.clear(),
+            Request::Bye => {
+                self.holdings.clear();
+                self.others.iter().for_each(|others| others.keeper.clear());
+            }
         }
         Ok(())
     }
@@ -198,9 +243,24 @@ impl Desk {
                 self.trainer.tell(&Reply::NoCopy { save });
             }
         }
-        self.pass_on(Work::Save(Save { held, source: Source::Slot(slot), given, local }))?;
+        let replica = self.replicate(&held);
+        self.pass_on(Work::Save(Save { held, source: Source::Slot(slot), given, local, replica }))?;
         self.trainer.tell(&Reply::Sealed { save, at_us: now_us(&Clock::system()) });
         Ok(())
+    }
+
+    /// Has another host hold it, too, if hosts do so.
+    fn replicate(&self, held: &Arc<Held>) -> Option<Copy> {
+        self.hello.replication.as_ref()?;
+        let save = held.seal.save;
+        let copy = self.others.as_ref().and_then(|Others { keeper, outbox }| {
+            keeper.retain(&self.hello.start.nonce, |step| self.holdings.save_of(step).is_some());
+            outbox.copy(held.clone(), self.holdings.memory(save)?)
+        });
+        if copy.is_none() {
+            self.trainer.tell(&Reply::NotReplicated { save });
+        }
+        copy
     }
 
     fn pass_on(&self, work: Work) -> Result<()> {
@@ -210,7 +270,8 @@ impl Desk {
     /// Holds what there is until another trainer has it, or none came for long enough, or this process was asked to end; and
     /// in any case as long as there are sealed saves that are not in the store.
     fn await_successor(&mut self) -> Result<()> {
-        let is_held = !self.holdings.is_empty() && !self.linger.is_zero();
+        let has_any = !self.holdings.is_empty() || !self.kept_steps().is_empty();
+        let is_held = has_any && !self.linger.is_zero();
         if !is_held || !self.door.open() && !self.door.take_over(&self.hello.start) {
             self.door.close();
             return Ok(());
@@ -237,13 +298,15 @@ impl Desk {
                 Some((Visit::Look { version }, mut visitor)) if version == VISIT_VERSION => {
                     let start = (&self.hello.start, self.hello.after.as_slice());
                     let is_durable = |save| self.trainer.is_durable(save);
-                    if self.holdings.show(start, is_durable, &mut visitor).is_ok() {
+                    let kept = self.others.as_ref().map_or_else(Vec::new, |others| others.keeper.show());
+                    if self.holdings.show(start, is_durable, &kept, &mut visitor).is_ok() {
                         self.door.keep(visitor);
                     }
                 }
-                Some((Visit::Succeed, visitor)) => {
+                Some((Visit::Succeed { lost }, visitor)) => {
                     // The successor's own agent has the place from now on.
                     self.door.close();
+                    self.trainer.set_lost(lost);
                     return self.trainer.hand_over(visitor);
                 }
                 Some((Visit::MakeWay, mut visitor)) if self.may_make_way() => {
@@ -252,6 +315,7 @@ impl Desk {
                     );
                     self.door.close();
                     self.holdings.clear();
+                    self.others = None;
                     // One that left early has the memory all the same.
                     visitor.send(MADE_WAY, None).ok();
                     return Ok(());
@@ -267,10 +331,20 @@ impl Desk {
         }
     }
 
-    /// Whether all that is held can be had from the store, and nobody is about to take it from here.
+    /// Whether all that is held can be had from the store, and nobody is about to take it from here. A step that is there has all
+    /// ranks' parts.
     fn may_make_way(&self) -> bool {
-        let mut saves = self.holdings.saves().into_iter();
-        !self.trainer.has_open() && !self.door.is_watched() && saves.all(|save| self.trainer.is_durable(save))
+        let is_durable = |save| self.trainer.is_durable(save);
+        let is_step_durable = |step: &HeldStep| self.holdings.save_of(step).is_some_and(is_durable);
+        !self.trainer.has_open()
+            && !self.door.is_watched()
+            && self.holdings.saves().into_iter().all(is_durable)
+            && self.kept_steps().iter().all(is_step_durable)
+    }
+
+    /// The steps that are kept for other hosts.
+    fn kept_steps(&self) -> Vec<HeldStep> {
+        self.others.as_ref().map_or_else(Vec::new, |others| others.keeper.steps())
     }
 }
 
@@ -335,7 +409,9 @@ mod tests {
             let mut hello = Hello::new("s3://unused".into(), start.clone(), Keep::default());
             hello.linger = Some(Linger { place: place.into(), for_ms: linger_ms });
             let (saves, mut queue) = mpsc::unbounded_channel();
+            let replication = Replication { steps: 2, cards: "off".into() };
             let mut desk = Desk::new(&hello, trainer.clone(), saves, None, None);
+            desk.others = Some(Others::new(&replication, 0, &trainer, &trainer.pace()).expect("others"));
             let desk = std::thread::spawn(move || desk.serve(&mut stream).map(|()| desk));
             let (memory, slot) =
                 (SharedMemory::create("forebay-test", SLOTS * 4096).expect("memory"), [b' '; 4096]);
@@ -423,6 +499,32 @@ mod tests {
         let desk = desk.join().expect("the desk").expect("served");
         assert!(desk.holdings.is_empty());
         Meeting::hold(&place).expect("another agent has the place now");
+    }
+
+    /// Of a step that this host has no part of it is not known here whether it is in the store.
+    #[test]
+    fn what_is_kept_for_other_hosts_does_not_make_way_unless_it_is_known_to_be_in_the_store() {
+        for is_known in [true, false] {
+            let place = format!("forebay-test-kept-{is_known}-{}", std::process::id());
+            let Sealed { desk, trainer, mut session, _queue } = Sealed::by(&place, 600_000, ("ab", 0));
+            let (memory, shard) = (SharedMemory::create("forebay-test", 4096).expect("memory"), [b' '; 4096]);
+            let seal = Seal::of_test(1, if is_known { 1 } else { 2 }, &shard, 4096, Vec::new());
+            let held = Held::new("ab".repeat(16), 1, 2, seal);
+            say(&mut session, &Request::Inherit(Box::new(held)), Some(&memory));
+            session.shutdown();
+            trainer.tell(&Reply::Durable { save: 1, at_us: 0 });
+            let mut visitor = meet(&place, LONG).expect("meet").expect("somebody is there");
+            say(&mut visitor, &Visit::MakeWay, None);
+            let answer = visitor.receive().ok().flatten().map(|(frame, _)| frame);
+            assert_eq!(answer.as_deref(), is_known.then_some(MADE_WAY));
+            let successor = (!is_known).then(|| {
+                let mut visitor = meet(&place, LONG).expect("meet").expect("it waits");
+                say(&mut visitor, &Visit::Succeed { lost: Vec::new() }, None);
+                visitor
+            });
+            desk.join().expect("the desk").expect("served");
+            drop(successor);
+        }
     }
 
     /// An agent that was so late that its successor's trainer did not meet it had the place when that one was killed as well, and

@@ -36,13 +36,20 @@ struct Link {
     failed: BTreeMap<u64, WireError>,
     /// What nobody was there to be warned of.
     unheard: Vec<String>,
+    /// Ranks of which a successor knows that they store nothing more.
+    lost: Vec<u32>,
 }
 
 impl Trainer {
     pub(super) fn new(stream: FdStream, pace: Arc<Pace>) -> Self {
         let (unsettled, open, durable, failed) = Default::default();
-        let link = Link { stream, unsettled, open, durable, failed, unheard: Vec::new() };
+        let link = Link { stream, unsettled, open, durable, failed, unheard: Vec::new(), lost: Vec::new() };
         Self { link: Arc::new(Mutex::new(link)), gone: Arc::new(AtomicBool::new(false)), pace }
+    }
+
+    #[cfg(test)]
+    pub(super) fn pace(&self) -> Arc<Pace> {
+        self.pace.clone()
     }
 
     /// It waits until a save is settled.
@@ -92,6 +99,16 @@ impl Trainer {
                 link.keep_unheard(message);
             }
         }
+    }
+
+    /// Notes the ranks of the job that store nothing more, as a successor knows.
+    pub(super) fn set_lost(&self, lost: Vec<u32>) {
+        self.link.lock().lost = lost;
+    }
+
+    /// The first rank that stores nothing more, of those that `lacks` something there.
+    pub(super) fn lost_rank(&self, lacks: impl Fn(u32) -> bool) -> Option<u32> {
+        self.link.lock().lost.iter().copied().find(|rank| lacks(*rank))
     }
 
     /// Whether there are saves of which nobody knows yet whether they will be committed.

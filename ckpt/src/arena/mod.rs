@@ -12,6 +12,6 @@ pub use held::{Held, HeldStep, Seal, manifest_of};
 #[cfg(test)]
 pub(crate) use slots::LACKS_MEMORY;
 pub use slots::{Arena, Slot};
-pub(crate) use slots::{LEFT, SLOTS, slot_range};
+pub(crate) use slots::{LEFT, SLOTS, populate_copy, slot_range};
 pub(crate) use snapshot::Cut;
 pub use snapshot::Snapshot;

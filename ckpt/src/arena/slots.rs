@@ -80,6 +80,18 @@ fn take(pages: &mut [u8], missing: &AtomicUsize) -> Result<()> {
     Ok(())
 }
 
+/// Faults in memory for a copy of what another process sealed.
+///
+/// # Errors
+/// `NoSpace` when the host lacks it.
+pub(crate) fn populate_copy(memory: &mut [u8]) -> Result<()> {
+    let missing = AtomicUsize::new(memory.chunks(PIECE).map(mem::absent_bytes).sum());
+    take(memory, &missing).map_err(|error| {
+        let message = format!("no memory for a copy of {} bytes: {error}", memory.len());
+        forebay_core::Error::new(ErrorKind::NoSpace, message)
+    })
+}
+
 /// Where slot `index` of an arena's memory lies.
 pub(crate) fn slot_range(memory: &SharedMemory, index: usize) -> Range<usize> {
     let bytes = memory.len() / SLOTS;

@@ -1,18 +1,18 @@
 //! Slices of every kind come back as the tensor they were cut from.
 
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Barrier};
 
 use bytes::Bytes;
 use forebay_core::ErrorKind;
 use forebay_io::mem::{ReadMapping, SharedMemory, WriteMapping};
-use forebay_io::net::{Door, Rdma};
+use forebay_io::net::Door;
 use forebay_io::object::{Condition, OperationKind};
 
 use super::through::tests::taker;
 use super::*;
 use crate::manifest::{Checksum, Identity, Shard, ShardKey, SliceKind};
-use crate::testing::{chance, rounds};
+use crate::testing::{card, chance, rounds};
 
 /// Bytes no two of which at a short distance are equal.
 fn pattern(length: usize) -> Vec<u8> {
@@ -375,14 +375,6 @@ async fn read_on_hosts(
         Ok((buffers, fetched))
     };
     tokio::task::spawn_blocking(work).await.expect("join")
-}
-
-/// A rank's network card, in a machine that has some (`tests/tests/rdma.rs`); elsewhere bytes go over TCP.
-fn card(rank: usize) -> Option<Arc<Rdma>> {
-    let wanted = std::env::var("FOREBAY_TEST_RDMA").ok()?;
-    let card = Rdma::open(&wanted.parse().expect("names of cards"), rank).expect("open").expect("a card");
-    println!("rank {rank} has {card}");
-    Some(card)
 }
 
 /// The ways between ranks of different hosts.

@@ -61,7 +61,10 @@ impl Session {
             self.hello.comes_after(attempt);
         }
         self.hello.comes_after(attempt_of(predecessor.start()));
-        let Predecessor { stream, held, durable, .. } = predecessor;
+        let Predecessor { stream, held, durable, kept, .. } = predecessor;
+        if goes_on {
+            self.inherit(kept);
+        }
         let Some(newest) = held.last().filter(|_| self.arena.is_none()) else { return Ok(()) };
         let adopted = Arena::adopt(newest.memory.clone())
             .and_then(|(arena, slots)| Ok((arena, take_steps(&held, slots)?)));
@@ -86,6 +89,12 @@ impl Session {
         self.inherited = slots.into_iter().map(Inherited::new).collect();
         (self.predecessor, self.goes_on, self.durable) = (Some(stream), goes_on, durable);
         Ok(())
+    }
+
+    /// Notes the ranks of the job whose killed processes left no agent, for the agents of the others not to wait for their parts;
+    /// said before an agent is greeted.
+    pub fn set_lost(&mut self, ranks: Vec<u32>) {
+        self.lost = ranks;
     }
 
     /// The sealed steps that this session's memory holds, newest first.
@@ -143,7 +152,8 @@ impl Session {
     /// Lets the predecessor go, now that this session's agent holds what it held.
     pub(super) fn succeed(&mut self) -> Result<()> {
         let Some(mut stream) = self.predecessor.take_if(|_| !self.has_succeeded) else { return Ok(()) };
-        let answer = match say(&mut stream, &Visit::Succeed).and_then(|()| stream.receive()) {
+        let visit = Visit::Succeed { lost: self.lost.clone() };
+        let answer = match say(&mut stream, &visit).and_then(|()| stream.receive()) {
             Ok(Some((frame, _))) => parse(&frame)?,
             Ok(None) => return self.outlive(stream),
             Err(_) if stream.readable(Duration::ZERO)? => return self.outlive(stream),

@@ -38,7 +38,7 @@ fn numbers(steps: &[HeldStep]) -> Vec<u64> {
 
 /// The bytes of a held step's first tensor, through everything that a reader does.
 fn read(agent: &Predecessor, step: &HeldStep) -> Result<Vec<u8>> {
-    let (manifest, shards) = assemble(vec![agent.part(step)?])?;
+    let (manifest, shards) = assemble(vec![agent.part(step, 0)?])?;
     let shape = &manifest.tensors[0].shape;
     let mut bytes = vec![0; shape[0] as usize];
     let targets = vec![Target { tensor: 0, region: Region::whole(shape), bytes: &mut bytes }];
@@ -334,7 +334,7 @@ fn a_sealed_step_whose_agent_died_before_it_was_saved_is_told() {
         let filled = snapshot(&mut second, 1000, 8);
         assert_ne!(second.arena.as_ref().expect("arena").memory().id(), left);
         second.abandon(filled);
-        predecessor::say(&mut living, &crate::agent::Visit::Succeed).expect("say");
+        predecessor::say(&mut living, &crate::agent::Visit::Succeed { lost: Vec::new() }).expect("say");
         agent.join().expect("agent").expect("served");
         second.dismiss();
         own.join().expect("agent").expect("served");
@@ -568,7 +568,7 @@ fn every_field_of_a_seal_in_memory_is_looked_at() {
     }
     for (path, told) in changes {
         found.held[0].told = serde_json::to_vec(&told).expect("encode");
-        let error = found.part(&step).map(drop).expect_err(&path);
+        let error = found.part(&step, 0).map(drop).expect_err(&path);
         assert_eq!(error.kind(), ErrorKind::Corrupt, "{path}: {error}");
     }
     let mut unchecked: Held = serde_json::from_slice(&sound).expect("parses");
@@ -602,7 +602,7 @@ fn what_a_living_trainers_memory_holds_is_open_to_its_job_while_it_is_shown() {
     assert_eq!(taken.kind(), ErrorKind::Exists);
     let visitors = [(); 3].map(|()| visit(&place).expect("it is open"));
     let mut successor = meet(&place, Duration::ZERO).expect("meet").expect("it is open");
-    say(&mut successor, &Visit::Succeed).expect("say");
+    say(&mut successor, &Visit::Succeed { lost: Vec::new() }).expect("say");
     assert!(!matches!(successor.receive(), Ok(Some(_))), "nobody takes over what is in use");
     // As a child that was forked meanwhile has it.
     let elsewhere = opened.stop.as_ref().expect("open").share();

@@ -46,7 +46,7 @@ impl Session {
                     door.next(TICK, Some(end.as_fd()))?
                 {
                     // One that leaves early is its own concern.
-                    holdings.show((&start, &after), |save| durable.contains(&save), &mut visitor).ok();
+                    holdings.show((&start, &after), |save| durable.contains(&save), &[], &mut visitor).ok();
                 }
             }
             Ok(())

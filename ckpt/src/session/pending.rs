@@ -20,6 +20,8 @@ pub(super) struct Pending {
     pub(super) slot: Slot,
     /// Whether the last agent was given it.
     pub(super) is_given: bool,
+    /// Whether another host has it, or will not.
+    pub(super) is_replicated: bool,
     /// Agents that died while it was the oldest that they had.
     pub(super) deaths: u32,
 }

@@ -11,13 +11,16 @@ use forebay_io::net::{FdStream, meet};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::agent::{Answer, VISIT_VERSION, Visit};
+use crate::agent::{Answer, KeptStep, VISIT_VERSION, Visit};
 use crate::arena::{Held, HeldStep, SLOTS};
 
 /// How long an agent may take to answer: it does nothing else.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 /// Steps that an agent can hold at most: two slots of the present arena, two of each of two former ones.
 const MAX_HELD: usize = 3 * SLOTS;
+
+/// Copies of other hosts' steps that an agent can keep at most.
+const MAX_KEPT: usize = 256;
 
 /// An agent that lost its trainer, which goes on holding until [`super::Session::adopt`], whoever else looks; or a rank's
 /// [`super::OpenMemory`], which nobody takes over.
@@ -31,6 +34,15 @@ pub struct Predecessor {
     pub(super) held: Vec<Shown>,
     /// Those that are committed.
     pub(super) durable: Vec<HeldStep>,
+    /// What it keeps for ranks of other hosts, oldest first.
+    pub(super) kept: Vec<Kept>,
+}
+
+/// A step of which an agent keeps the part of a rank of another host, in memory that holds nothing else.
+#[derive(Debug)]
+pub(super) struct Kept {
+    pub(super) rank: u32,
+    pub(super) shown: Shown,
 }
 
 /// A step that it holds. What it says of it is large, and parsed where the step is wanted.
@@ -83,20 +95,25 @@ impl Predecessor {
     fn look(mut stream: FdStream) -> Result<Option<Self>> {
         say(&mut stream, &Visit::Look { version: VISIT_VERSION })?;
         let Some((frame, _)) = stream.receive()? else { return Ok(None) };
-        let Answer { start, started_ms, held: steps, mut durable, after } = parse(&frame)?;
-        if steps.len() > MAX_HELD {
-            return Err(Error::invalid(format!("an agent that holds {} steps", steps.len())));
+        let Answer { start, started_ms, held: steps, mut durable, after, kept: of_others } = parse(&frame)?;
+        if steps.len() > MAX_HELD || of_others.len() > MAX_KEPT {
+            let (own, others) = (steps.len(), of_others.len());
+            return Err(Error::invalid(format!("an agent that holds {own} steps, and keeps {others}")));
         }
         durable.retain(|step| steps.contains(step));
         let mut held: Vec<Shown> = Vec::with_capacity(steps.len());
         for step in steps {
-            let Some((told, Some(fd))) = stream.receive()? else { return Ok(None) };
-            let memory = SharedMemory::from_fd(fd)?;
+            let Some((told, memory)) = take(&mut stream)? else { return Ok(None) };
             let known = held.iter().find(|known| known.memory.id() == memory.id());
             let memory = known.map_or_else(|| Arc::new(memory), |known| known.memory.clone());
             held.push(Shown { step, told, memory });
         }
-        Ok(Some(Self { stream, start, started_ms, after, held, durable }))
+        let mut kept = Vec::with_capacity(of_others.len());
+        for KeptStep { rank, step } in of_others {
+            let Some((told, memory)) = take(&mut stream)? else { return Ok(None) };
+            kept.push(Kept { rank, shown: Shown { step, told, memory: Arc::new(memory) } });
+        }
+        Ok(Some(Self { stream, start, started_ms, after, held, durable, kept }))
     }
 
     /// The nonce of the start that the agent served.
@@ -119,40 +136,55 @@ impl Predecessor {
         self.held.iter().rev().map(|shown| shown.step.clone()).collect()
     }
 
+    /// The steps that it keeps for ranks of other hosts, with each one's rank, newest first.
+    pub fn kept(&self) -> Vec<(u32, HeldStep)> {
+        self.kept.iter().rev().map(|kept| (kept.rank, kept.shown.step.clone())).collect()
+    }
+
     /// Those of them that its trainer's saves brought to the bucket, all ranks' parts of them.
     pub fn durable(&self) -> &[HeldStep] {
         &self.durable
     }
 
-    /// The part of `step` that it holds.
+    /// The part of `step` that it holds of its own rank, or keeps for `rank` of another host.
     ///
     /// # Errors
-    /// `Corrupt` when it holds none, or what it tells of it is not what was sealed, or does not fit its memory.
-    pub fn part(&self, step: &HeldStep) -> Result<Part> {
-        let shown = self.shown(step)?;
+    /// `Corrupt` when it has none, or what it tells of it is not what was sealed, or does not fit its memory.
+    pub fn part(&self, step: &HeldStep, rank: u32) -> Result<Part> {
+        let kept = self.kept_of(step, rank);
+        let shown = kept.map_or_else(|| self.own(step), Ok)?;
         let (held, memory) =
             (shown.read().map_err(|error| Error::corrupt(error.to_string()))?, &shown.memory);
-        let (slot_bytes, slot) = (memory.len() / SLOTS, held.seal.slot);
+        let (start, most) = match (kept, held.seal.slot, memory.len() / SLOTS) {
+            (Some(_), ..) => (0, memory.len()),
+            (None, slot @ 0..SLOTS, slot_bytes) => (slot * slot_bytes, slot_bytes),
+            (None, ..) => (0, 0),
+        };
         let size = usize::try_from(held.seal.size).unwrap_or(usize::MAX);
-        if slot >= SLOTS || size > slot_bytes || size == 0 {
+        if size > most || size == 0 {
             return Err(Error::corrupt(format!("step {} lies outside of its memory", step.step)));
         }
-        let mapping = memory.map_read(slot * slot_bytes..slot * slot_bytes + size)?;
+        let mapping = memory.map_read(start..start + size)?;
         Ok(Part { held, bytes: Some(Bytes::from_owner(mapping)) })
     }
 
-    /// What it says of its part of `step`, as text for ranks of other hosts.
+    /// What it says of the part of `step` that it has of a rank, as [`Self::part`], as text for ranks of other hosts.
     ///
     /// # Errors
-    /// `Corrupt` when it holds none, or says no text.
-    pub fn told(&self, step: &HeldStep) -> Result<&str> {
-        let told = std::str::from_utf8(&self.shown(step)?.told);
+    /// `Corrupt` when it has none, or says no text.
+    pub fn told(&self, step: &HeldStep, rank: u32) -> Result<&str> {
+        let shown = self.kept_of(step, rank).map_or_else(|| self.own(step), Ok)?;
+        let told = std::str::from_utf8(&shown.told);
         told.map_err(|error| Error::corrupt(format!("what an agent tells of step {}: {error}", step.step)))
     }
 
-    fn shown(&self, step: &HeldStep) -> Result<&Shown> {
+    fn own(&self, step: &HeldStep) -> Result<&Shown> {
         let absent = || Error::corrupt(format!("step {} is not held", step.step));
         self.held.iter().find(|shown| shown.step == *step).ok_or_else(absent)
+    }
+
+    fn kept_of(&self, step: &HeldStep, rank: u32) -> Option<&Shown> {
+        self.kept.iter().find(|kept| kept.rank == rank && kept.shown.step == *step).map(|kept| &kept.shown)
     }
 }
 
@@ -164,6 +196,12 @@ impl Shown {
     pub(super) fn read(&self) -> Result<Held> {
         held_of(&self.step, &self.told)
     }
+}
+
+/// What an agent tells of a step, and the memory that it lies in.
+fn take(stream: &mut FdStream) -> Result<Option<(Vec<u8>, SharedMemory)>> {
+    let Some((told, Some(fd))) = stream.receive()? else { return Ok(None) };
+    Ok(Some((told, SharedMemory::from_fd(fd)?)))
 }
 
 fn held_of(step: &HeldStep, told: &[u8]) -> Result<Held> {

@@ -51,10 +51,16 @@ impl Session {
     /// lies in any memory of this rank's.
     fn has_free_slot(&self) -> bool {
         let free = self.arena.as_ref().map_or(SLOTS, |arena| arena.slots().count());
-        match self.slots {
+        let has_free = match self.slots {
             1 => free == SLOTS && self.pending.is_empty() && self.inherited.is_empty(),
             _ => free > 0,
-        }
+        };
+        has_free && self.may_write()
+    }
+
+    /// Whether the step before the newest may go: not until that one is in another host's memory, too, or will not be.
+    fn may_write(&self) -> bool {
+        self.pending.iter().all(|pending| pending.is_replicated)
     }
 
     /// Replaces the arena by a larger one where the present one is too small.
@@ -75,7 +81,8 @@ impl Session {
         if self.slots == 1 {
             return self.take_only_slot();
         }
-        let mut slot = self.arena.as_mut()?.take(self.kept.as_ref())?;
+        let arena = if self.may_write() { self.arena.as_mut() } else { None };
+        let mut slot = arena?.take(self.kept.as_ref())?;
         self.release(&mut slot);
         Some(slot)
     }

@@ -295,7 +295,13 @@ fn save_what_changed(length: usize) {
     let held = Held::new("x".into(), 0, 1, seal);
     let save =
         Arc::new(Save { step: 1, number: 1, progress: Mutex::new(Progress::Sent), times: Mutex::default() });
-    session.pending.push_back(Pending { save: save.clone(), slot, is_given: true, deaths: 0 });
+    session.pending.push_back(Pending {
+        save: save.clone(),
+        slot,
+        is_given: true,
+        is_replicated: true,
+        deaths: 0,
+    });
     session.send_held(held, &memory, Request::Seal).expect("send");
     let Progress::Failed(error) = settle(&mut session, &save) else { panic!("damage was uploaded") };
     assert_eq!(error.kind(), ErrorKind::Corrupt);
@@ -387,6 +393,11 @@ pub(super) struct Pair {
 
 impl Pair {
     pub(super) fn new(fixture: &mut Fixture) -> Self {
+        Self::of(fixture, |_, _| {})
+    }
+
+    /// One whose sessions are made so before their agents are greeted.
+    pub(super) fn of(fixture: &mut Fixture, made: impl Fn(u32, &mut Session)) -> Self {
         fixture.starts += 1;
         let nonce = format!("{:08x}{:024}", fixture.starts, 0);
         let start = Start { nonce, host: "host".into(), pid: 7, started_ms: 0 };
@@ -397,6 +408,7 @@ impl Pair {
             let hello = Hello::new(fixture.url(), start.clone(), keep);
             let mut session = Session::new(hello);
             session.join(member);
+            made(rank, &mut session);
             let agent = attach(&mut session);
             (session, agent)
         };

@@ -29,6 +29,7 @@ from ._loading import (
 from ._local import LocalCopies
 from ._outcomes import MAX_FAILURES, OnError, Outcomes, Trouble
 from ._ranks import Ranks, new_start, use_together
+from ._replicas import Replicas
 from ._rng import rng_state, set_rng_state
 from ._save import TICK_S, Save, Staging, now
 from ._saver import Saver, end_former, open_session
@@ -88,7 +89,9 @@ class Checkpointer(Saver):
         local_bytes: Bytes that copies take there at most, such as `200GiB`, an equal share for each rank: older steps that are
             in the store go first, and the newest that is not stays. A step that does not fit is stored without a copy, which
             is told once. By default as many as `local_keep` steps and one have.
-        replicas: Other hosts that hold each rank's newest steps in their memory. Only 0 yet.
+        replicas: Other hosts that hold each rank's newest steps in their memory, 0 or 1: a job that lost a host goes on from what
+            the next one has, as one whose processes were killed does from its own. Takes as much memory again. Bytes go by RDMA
+            where hosts have network cards for it (`FOREBAY_RDMA`), else over TCP.
         linger: Seconds that the newest steps stay in memory after this process was killed; 0 lets them go at once. By
             default ten minutes. While another start that looked at them lives, and saves nothing yet, they stay, and for so
             long after it; 24 times as long in all at most, or until they are in the store. They go as soon as they are there
@@ -105,13 +108,13 @@ class Checkpointer(Saver):
 
     Ranks of several hosts meet through torch.distributed, which is set up by then, and reach each other by TCP, at ports of
     their choice, unencrypted. What several want is read of the store once, and sent from host to host; where one cannot be
-    reached the others read for themselves, with a warning. A killed job goes on from the memory of its hosts where each rank
-    is on the host that it was on; else from the store.
+    reached the others read for themselves, with a warning. A killed job goes on from the memory of its hosts, whichever of them
+    each rank is on now; where one of them is lost, from what others hold of it (`replicas`), else from the store.
 
     Where another one of its URL and rank is in use in this process (a notebook's cell that runs again), a new one with a
     schedule or `on_signal` closes that, and restores what it sealed; any other does so once it restores or saves.
 
-    Host memory: two copies of what this rank saves (`snapshots`), whose size is told before the first save (`prepare`).
+    Host memory: two copies of what this rank saves (`snapshots`), and as much for another host's (`replicas`), whose size is told before the first save (`prepare`).
     """
 
     skipped = 0
@@ -166,11 +169,12 @@ class Checkpointer(Saver):
         log = options.log("agent_log", agent_log)
         disk = given["local"], given["local_keep"], given["local_bytes"]
         copies = None if local is None else LocalCopies(place, group, *disk)
+        exchange = Replicas(group, self._snapshots) if given["replicas"] else None
         # One that is made to look at steps, or to load a model, is in nobody's way.
         if is_used := self._is_only and bool(given["every"] or given["every_minutes"] or signals):
             end_former(place, group)
         linger_s = LINGER_S if given["linger"] is None else given["linger"]
-        super().__init__(place, start, session, group, copies, threads, linger_s, log, outcomes, Notice(signals))
+        super().__init__(place, start, session, group, copies, threads, linger_s, log, outcomes, Notice(signals), exchange)
         self._has_place = is_used
         self._schedule = Schedule(given["every"], given["every_minutes"])
         self._on_busy = on_busy
@@ -179,8 +183,8 @@ class Checkpointer(Saver):
         """The step that all ranks last agreed to save."""
         self._last: Optional[Save] = None
         """The save of it, unless it failed here before it was one."""
-        self._missed_before = 0
-        """Copies that sessions before this one missed."""
+        self._missed_before = [0, 0]
+        """Copies that sessions before this one missed, on the local disk and in other hosts' memory."""
         self._past = Timeline(self._ranks.rank)
         self._has_memory = False
         self._told_bytes = 0
@@ -302,13 +306,14 @@ class Checkpointer(Saver):
         use_together(self._ranks, "set generators", lambda: set_rng_state(generators))
         seconds, rank, size = time.monotonic() - begun, self._ranks.rank, found.bytes_read
         by_card, passed_over = found.rdma_bytes, self._ladder.passed_over
-        self.restored = Restored(found.step, found.tier, rank, size, seconds, passed_over, by_card)
+        tier = "peer" if found.tier == "arena" and self._ladder.arena.is_of_peers else found.tier
+        self.restored = Restored(found.step, tier, rank, size, seconds, passed_over, by_card)
         # As all ranks know it: this one may have failed where others saved.
         if goes_back and self._newest is not None and found.step < self._newest:
             # No rank begins anew while another one waits for the store.
             self._settle_together(None, False)
             start = new_start()
-            self._missed_before += self._session.copies_missed
+            self._missed_before = [self.copies_missed, self.replicas_missed]
             self._begin_anew(start, self._open_session(start))
             self._last, self._newest, self._has_memory = None, None, False
         self._session.go_on_from(found.attempt, found.step)
@@ -399,11 +404,12 @@ class Checkpointer(Saver):
 
     def _tell_memory(self, size: int) -> int:
         """Tells what memory snapshots of `size` bytes take, unless that is known; gives the bytes."""
-        total = self._snapshots * size
+        replicas = None if self._replicas is None else int(self._ranks.are_spread)
+        total = (1 + (replicas or 0)) * self._snapshots * size
         # A size is an estimate before the first save.
         if total > self._told_bytes * 9 // 8:
             self._told_bytes = total
-            tell_memory(self._ranks, size, self._snapshots)
+            tell_memory(self._ranks, size, self._snapshots, replicas)
         return total
 
     def wait(self, timeout: Optional[float] = None) -> bool:
@@ -419,7 +425,12 @@ class Checkpointer(Saver):
     @property
     def copies_missed(self) -> int:
         """Saves of this rank that have no copy on the local disk (`local`), which failed, hung, or had no room."""
-        return self._missed_before + self._session.copies_missed
+        return self._missed_before[0] + self._session.copies_missed
+
+    @property
+    def replicas_missed(self) -> int:
+        """Saves of this rank that no other host has a copy of in its memory (`replicas`), which did not reach it, or had no room."""
+        return self._missed_before[1] + self._session.replicas_missed
 
     @property
     def copies_hung(self) -> int:
@@ -436,7 +447,8 @@ class Checkpointer(Saver):
 
         Answer a scrape with it, or write it to a file of node_exporter's textfile collector.
         """
-        return self._past.metrics(self.skipped, self.copies_missed)
+        missed = {"forebay_copies_missed": self.copies_missed, "forebay_replicas_missed": self.replicas_missed}
+        return self._past.metrics(forebay_saves_skipped=self.skipped, **missed)
 
     def latest(self) -> Optional[int]:
         """The newest committed step, or None. Whether it is whole is seen when it is read."""
@@ -537,13 +549,16 @@ class Checkpointer(Saver):
             number = None if is_alone else secrets.randbits(64)
             texts = [_native.text_length(extra_name(name, self._ranks.rank), data) for name, data in extras]
             agreed = {"step": step, "tree": tree, "structure": structure, "round": number, "fate": fate, "texts": texts}
-            return {**agreed, "room": room, "held": self._session.held(), "trouble": fact}
+            keeps = None if self._replicas is None else self._replicas.say(self._session)
+            return {**agreed, "room": room, "held": self._session.held(), "trouble": fact, "keeps": keeps}
 
         words = self._ranks.gather("save", take)
         steps = [word["step"] for word in words]
         if steps != [step] * len(steps):
             raise CheckpointInvalid(f"the ranks are at different steps: {steps}")
         options.check_order(step, self._newest)
+        if self._replicas is not None:
+            self._replicas.hear(self._session, [word["keeps"] for word in words])
         self._raise_together(trouble, [word["trouble"] for word in words])
         fates = [word["fate"] for word in words]
         # What failed on one rank will on all, which may not have heard yet.

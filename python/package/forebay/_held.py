@@ -7,10 +7,12 @@ import secrets
 import socket
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union
 
 from . import _native
 from ._errors import CheckpointCorrupt, CheckpointError, warn
+from ._others import held_places
 from ._ranks import Ranks, use_together
 from ._url import digest, exists, store_name
 
@@ -29,9 +31,24 @@ def newest_common(held: Sequence[Sequence[Any]]) -> Optional[_native.Named]:
     return None
 
 
+class Source(NamedTuple):
+    """Where a rank's part of a step is."""
+
+    beside: int
+    """A rank of that host, which tells the others of it."""
+    place: str
+    """Whom ranks of that host find it at."""
+    is_copy: bool
+    """Whether it is what that one keeps for another host."""
+
+
+Sources = list[dict[tuple[str, int], list[Source]]]
+"""Of each rank, where its parts of steps are."""
+
+
 class Memory:
     """What is in memory, one part for each rank of this job: of its own saves, or until this start has an agent, what the agents
-    of killed processes hold."""
+    of killed processes hold, of whichever host they are, and keep for others."""
 
     def __init__(self, url: str, ranks: Ranks) -> None:
         self._url = url
@@ -52,6 +69,12 @@ class Memory:
         """What the last `use` used of this job's own memory."""
         self.left: Optional[_native.Named] = None
         """What the agents of killed processes have for all ranks, of which some need what only other hosts' memory has."""
+        self.is_of_peers = False
+        """Whether the last `use` used copies that hosts keep for each other."""
+        self.lost: list[int] = []
+        """The ranks of which the last `use` found no agent on any host, where it found any."""
+        self._visited: dict[str, _native.Predecessor] = {}
+        """Whom this rank sees at places of this host, while a `use` lasts."""
 
     def place(self, rank: int, world_size: Optional[int] = None) -> str:
         """Where the agent of a rank is found once its trainer was killed."""
@@ -65,9 +88,8 @@ class Memory:
         they hold is damaged, which is a warning.
         """
         self.passed_over, self.has_touched, self.is_used, self.seen = [], False, False, None
-        self.start, self.own_step, self.left = None, None, None
+        self.start, self.own_step, self.left, self.is_of_peers = None, None, None, False
         opened: list[_native.OpenMemory] = []
-        found: list[Optional[_native.Predecessor]] = []
 
         def look() -> dict[str, Any]:
             place, held = self.place(self._ranks.rank), self._inherit()
@@ -77,54 +99,74 @@ class Memory:
                 # Not twice the same: a child that was forked meanwhile may have it open.
                 place = "forebay-open-" + digest(os.getuid(), nonce, self._ranks.rank, secrets.token_hex(8))
                 held = self._visit(place, self._ranks.rank, lambda: opened.append(session.open_memory(place)))
-            found.append(held)
+            if held is not None:
+                self._visited[place] = held
             self.start = None if held is None else held.start
-            return {"place": place, **_words_of(held, is_own=bool(opened))}
+            return {"place": place, **_words_of(held, is_own=bool(opened)), "strays": self._strays()}
 
         try:
             words = self._ranks.gather("look for what is in memory", look)
-            used = self._use(step, use, words, found[0])
+            used = self._use(step, use, words)
         finally:
             for one in opened:
                 one.close()
-            if opened and found and found[0] is not None:
-                # As below.
-                found[0].release()
+            for agent in self._visited.values():
+                # As below; what this rank's killed process left is to be adopted.
+                if agent is not self._inherited:
+                    agent.release()
+            self._visited.clear()
         if not opened:
             self.own_step = None
         return used
+
+    def _strays(self) -> list[dict[str, Any]]:
+        """What the lowest rank of a host tells of agents there whose ranks are on other hosts now."""
+        here = self._ranks.here()
+        if not self._ranks.are_spread or self._ranks.rank != here[0]:
+            return []
+        words, names = [], held_places()
+        for rank in set(range(self._ranks.world_size)) - set(here):
+            place = self.place(rank)
+            found = self._visit(place, rank) if place in names else None
+            if found is not None:
+                self._visited[place] = found
+                words.append({"rank": rank, "place": place, **_words_of(found, is_own=False)})
+        return words
 
     def _use(
         self,
         step: Optional[int],
         use: Callable[[_native.Step], T],
         words: list[dict[str, Any]],
-        own: Optional[_native.Predecessor],
     ) -> Optional[T]:
-        wanted = [[entry for entry in word["held"] if step is None or entry[1] == step] for word in words]
-        common = newest_common(wanted)
+        sources = _sources_of(words)
+        self.lost = [rank for rank, found in enumerate(sources) if all(one.is_copy for ones in found.values() for one in ones)]
+        common = newest_common([[entry for entry in found if step in (None, entry[1])] for found in sources])
         if common is None:
-            if any(wanted):
+            if any(word["held"] for word in words):
                 self.passed_over.append("arena: not all ranks hold the step")
             return None
         store = survey(self._url, self._ranks, f"step {common[1]} is restored from memory")
         self.seen = None if store is None else store.number
-        reason = None if store is None else _reason_against(words, common, store)
+        reason = None if store is None else _reason_against(_flat(words), common, store)
         if reason is not None:
             self.passed_over.append(f"arena: {reason}")
             return None
-        try:
-            used = self._read(use, common, [word["place"] for word in words], own)
-        except CheckpointCorrupt as error:
-            self.has_touched = True
-            self.passed_over.append(f"arena: {error}")
-            warn(f"{self._url}: step {common[1]} in memory is not used: {error}")
-            # All ranks alike, as they wait for it together; of its own saves a job knows what becomes of them.
-            if self._ranks.are_spread and all(word["began"] is not None for word in words):
-                self.left = common
-            return None
-        self.is_used, self.own_step = True, common
-        return used
+        for chosen in _choices(sources, common, self._ranks.hosts()):
+            try:
+                used = self._read(use, common, chosen)
+            except CheckpointCorrupt as error:
+                self.has_touched = True
+                self.passed_over.append(f"arena: {error}")
+                warn(f"{self._url}: step {common[1]} in memory is not used: {error}")
+            else:
+                self.is_used, self.own_step = True, common
+                self.is_of_peers = any(source.is_copy for source in chosen)
+                return used
+        # All ranks alike, as they wait for it together; of its own saves a job knows what becomes of them.
+        if self._ranks.are_spread and all(word["began"] is not None for word in words):
+            self.left = common
+        return None
 
     def take(self) -> Optional[_native.Predecessor]:
         """What this rank's killed process left, for its session to adopt; once."""
@@ -156,30 +198,26 @@ class Memory:
         self,
         use: Callable[[_native.Step], T],
         step: _native.Named,
-        places: list[str],
-        own: Optional[_native.Predecessor],
+        chosen: Sequence[Source],
     ) -> T:
         opened: list[_native.Step] = []
         here = self._ranks.here()
 
         def tell() -> dict[str, Any]:
-            return {"told": None if own is None else own.told(step)}
+            own = [rank for rank, source in enumerate(chosen) if source.beside == self._ranks.rank]
+            return {"told": {rank: self._find(chosen[rank], rank).told(step, rank) for rank in own}}
 
         # Ranks of one host see for themselves.
-        is_spread = len(here) < len(places)
+        is_spread = len(here) < self._ranks.world_size
         words = self._ranks.gather_whole("tell what is in memory", tell) if is_spread else []
 
         def open_parts() -> None:
             holders: list[Union[_native.Predecessor, str]] = []
-            for rank, place in enumerate(places):
-                if rank in here:
-                    holder = own if rank == self._ranks.rank else self._visit(place, rank)
-                else:
-                    holder = words[rank]["told"]
-                if holder is None:
-                    raise CheckpointCorrupt(f"what rank {rank} had in memory is gone")
-                holders.append(holder)
-            opened.append(_native.open_held(holders, step))
+            for rank, source in enumerate(chosen):
+                is_here = source.beside in here
+                # Keys are texts in JSON.
+                holders.append(self._find(source, rank) if is_here else words[source.beside]["told"][str(rank)])
+            opened.append(_native.open_held(holders, [source.beside for source in chosen], step))
 
         try:
             # Apart: ranks meet while they use it, and one that cannot open it would not be there.
@@ -190,15 +228,58 @@ class Memory:
                 # What reads it may refer to itself, and be collected late.
                 one.release()
 
+    def _find(self, source: Source, rank: int) -> _native.Predecessor:
+        """Who has a rank's part, on this host."""
+        if source.place not in self._visited:
+            found = self._visit(source.place, rank)
+            if found is None:
+                raise CheckpointCorrupt(f"what rank {rank} had in memory is gone")
+            self._visited[source.place] = found
+        return self._visited[source.place]
+
+
+def _flat(words: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What ranks tell of agents: of their own, and of others on their hosts."""
+    return [*words, *(stray for word in words for stray in word["strays"])]
+
+
+def _sources_of(words: Sequence[dict[str, Any]]) -> Sources:
+    """Where all parts are: of each rank those of its own agent first, newest first."""
+    sources: Sources = [{} for _ in words]
+    agents = [(rank, rank, word) for rank, word in enumerate(words)]
+    agents += [(beside, stray["rank"], stray) for beside, word in enumerate(words) for stray in word["strays"]]
+    parts = [(beside, rank, step, word, False) for beside, rank, word in agents for step in word["held"]]
+    parts += [(beside, rank, step, word, True) for beside, _, word in agents for rank, step in word["kept"]]
+    for beside, rank, (start, step), word, is_copy in parts:
+        # What an agent of another number of ranks keeps is none of this job's.
+        if rank < len(sources):
+            sources[rank].setdefault((start, step), []).append(Source(beside, word["place"], is_copy))
+    return sources
+
+
+def _choices(sources: Sources, step: _native.Named, hosts: Sequence[int]) -> list[list[Source]]:
+    """Which of the parts of a step are read: what was sealed itself, on the host where it is wanted if it is there; and then, if
+    any, what hosts keep for each other."""
+
+    def choose(prefers_copies: bool) -> list[Source]:
+        def is_worse(source: Source, rank: int) -> tuple[bool, bool]:
+            return source.is_copy is not prefers_copies, hosts[source.beside] != hosts[rank]
+
+        return [min(found[step], key=partial(is_worse, rank=rank)) for rank, found in enumerate(sources)]
+
+    first, second = choose(False), choose(True)
+    return [first] if first == second else [first, second]
+
 
 def _words_of(found: Optional[_native.Predecessor], is_own: bool) -> dict[str, Any]:
     """What a rank tells the others of what is in its memory, its process's own or inherited."""
     if found is None:
-        return {"start": None, "began": None, "after": [], "held": [], "durable": []}
+        return {"start": None, "began": None, "after": [], "held": [], "durable": [], "kept": []}
     held, durable = ([list(entry) for entry in entries] for entries in (found.held(), found.durable()))
+    kept = [[rank, list(entry)] for rank, entry in found.kept()]
     # No start that is in the store is late beside one that lives.
     began = None if is_own else [socket.gethostname(), found.started_ms]
-    return {"start": found.start, "began": began, "after": found.after(), "held": held, "durable": durable}
+    return {"start": found.start, "began": began, "after": found.after(), "held": held, "durable": durable, "kept": kept}
 
 
 class Survey(NamedTuple):
@@ -268,7 +349,8 @@ def _reason_against(words: Sequence[Any], step: _native.Named, store: Survey) ->
     newest = store.newest
     # A start that died before its agent took over is none of these. Where the newest step is still one of theirs, it and
     # others like it saved nothing.
-    own = {word["start"] for word in words} | {held[0] for word in words for held in word["held"]}
+    steps = [held for word in words for held in [*word["held"], *(kept for _, kept in word["kept"])]]
+    own = {word["start"] for word in words} | {held[0] for held in steps}
     # Nor one that they came after, whose number stays the newest until their agents take theirs.
     known = {nonce[:8] for nonce in own if nonce} | {attempt for word in words for attempt in word["after"]}
     is_unknown = newest is not None and newest[:8] not in known and store.steps and store.steps[0][0] not in known

@@ -53,7 +53,7 @@ def new_door() -> tuple[_native.Door, dict[str, Any]]:
     """Opens a port of this process, and gives where others find it, and what they are to say there."""
     secret = secrets.token_hex(32)
     door = _native.Door(secret)
-    return door, {"addresses": _addresses(), "port": door.port, "secret": secret}
+    return door, {"addresses": addresses(), "port": door.port, "secret": secret}
 
 
 def come(store: Any, name: str, place: str, patience_s: float) -> Optional[_native.Arrival]:
@@ -84,7 +84,7 @@ def wanted_cards() -> str:
     return os.environ.get("FOREBAY_RDMA", "auto")
 
 
-def _addresses() -> list[str]:
+def addresses() -> list[str]:
     """Under which others may reach this host, likely ones first."""
     master, name = os.environ.get("MASTER_ADDR", ""), socket.gethostname()
     found: list[str] = []

@@ -32,9 +32,9 @@ class Restored:
 
     step: int
     """The step."""
-    tier: Literal["arena", "local", "store"]
-    """Where it was read: `arena`, memory, this process's own or what a killed one left with its agent, `local`, a copy on this
-    host's disk, or `store`."""
+    tier: Literal["arena", "peer", "local", "store"]
+    """Where it was read: `arena`, memory, this process's own or what a killed one left with its agent, `peer`, the same but for
+    ranks of which another host's copies were taken (`replicas`), `local`, a copy on this host's disk, or `store`."""
     rank: int
     """Whose restore it was."""
     bytes: int

@@ -50,14 +50,6 @@ def whole(name: str, value: Any, least: int = 1, most: int = _MOST, may_lack: bo
     raise refused(name, value, f"a whole number, {limits}{', or None' if may_lack else ''}")
 
 
-def replicas(name: str, value: Any) -> int:
-    """How many other hosts are to hold what a rank saves."""
-    if whole(name, value, least=0, may_lack=False):
-        text = "0, as no host holds what another one's ranks save yet"
-        raise refused(name, value, f"{text} (hint: local= keeps copies on this host's disk)")
-    return 0
-
-
 StepName = Union[int, str]
 """A step's number, or `"500.2"`: step 500 as start 2 of the run saved it, where another start saved it again."""
 
@@ -181,7 +173,7 @@ _RULES: dict[str, Callable[[str, Any], Any]] = {
     "local": path,
     "local_keep": partial(whole, may_lack=False),
     "local_bytes": size,
-    "replicas": replicas,
+    "replicas": partial(whole, least=0, most=1, may_lack=False),
     "linger": partial(real, unit="seconds", may_be_zero=True),
     "patience": partial(real, unit="seconds", may_lack=False),
 }
@@ -193,4 +185,6 @@ def checked(**given: Any) -> dict[str, Any]:
     found = {name: _RULES[name](name, value) for name, value in given.items()}
     if found.get("local_bytes") is not None and found.get("local") is None:
         raise refused("local_bytes", given["local_bytes"], "of use with local=, a directory for copies, only")
+    if found.get("replicas") and found.get("linger") == 0:
+        raise refused("replicas", given["replicas"], "of no use with linger=0: no host keeps what a killed job had in memory")
     return found

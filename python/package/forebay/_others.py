@@ -47,7 +47,7 @@ def await_others(url: str, ranks: Ranks, place: Callable[[int], str]) -> None:
     too long. `place` tells where that one's agent is found."""
 
     def wait() -> Optional[str]:
-        names = _held_places()
+        names = held_places()
         # Most often there is none.
         sizes = [size for size in range(1, _MOST_RANKS + 1) if place(size) in names] if names else []
         deadline = time.monotonic() + _WAIT_S
@@ -63,7 +63,7 @@ def await_others(url: str, ranks: Ranks, place: Callable[[int], str]) -> None:
         warn(f"{url}: {late}: {_OLDER}")
 
 
-def _held_places() -> set[str]:
+def held_places() -> set[str]:
     """The names at which agents of this host are found, as proc_net_unix(5) tells them."""
     with contextlib.suppress(OSError), open("/proc/net/unix", encoding="ascii", errors="replace") as table:
         words = (line.rsplit(maxsplit=1)[-1] for line in table)

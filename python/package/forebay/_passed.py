@@ -35,6 +35,7 @@ class JobOptions(CheckpointOptions, total=False):
     local: Optional[Union[str, "os.PathLike[str]"]]
     local_keep: int
     local_bytes: Optional[Union[int, str]]
+    replicas: int
     linger: Optional[float]
 
 

@@ -32,14 +32,13 @@ class Record:
 
     def as_dict(self) -> dict[str, Any]:
         """As `Save.timeline` says."""
-        sealed, local, stored, durable = (None,) * 4 if self.native is None else self.native.times
+        sealed, local, replicated, stored, durable = (None,) * 5 if self.native is None else self.native.times
         moments = {
             "returned_s": self.returned_at,
             "staged_s": self.staged_at,
             "sealed_s": sealed,
             "local_s": local,
-            # No other host holds anything yet.
-            "replicated_s": None,
+            "replicated_s": replicated,
             "stored_s": stored,
             "durable_s": durable,
         }
@@ -90,7 +89,9 @@ class Save:
     @property
     def replicated(self) -> bool:
         """Whether as many other hosts as `replicas=` says hold this rank's part in memory: of none, as `sealed`."""
-        return self.sealed
+        if not self._owner._replicas:
+            return self.sealed
+        return self._record.native is not None and self._record.native.times[2] is not None
 
     @property
     def durable(self) -> bool:
@@ -129,8 +130,9 @@ class Save:
         return self._wait(lambda: self.local or self.durable, timeout) and self.local
 
     def wait_replicated(self, timeout: Optional[float] = None) -> bool:
-        """Waits until as many other hosts as `replicas=` says hold it; False when `timeout` seconds passed first."""
-        return self._wait(lambda: self.replicated, timeout)
+        """Waits until as many other hosts as `replicas=` says hold it; False when `timeout` seconds passed first, or it was
+        committed in the store without that."""
+        return self._wait(lambda: self.replicated or self.durable, timeout) and self.replicated
 
     def wait_durable(self, timeout: Optional[float] = None) -> bool:
         """Waits until it is committed in the store; False when `timeout` seconds passed first."""

@@ -22,6 +22,7 @@ from ._local import LocalCopies
 from ._outcomes import Outcomes, Trouble
 from ._process import start_agent
 from ._ranks import Ranks, Start, error_named
+from ._replicas import Replicas
 from ._save import TICK_S, Save, Staging, check_unchanged, now
 from ._shares import Share, share_size, source_offset
 from ._signals import Notice
@@ -69,6 +70,7 @@ class Saver:
         agent_log: Optional[str],
         outcomes: Outcomes,
         notice: Notice,
+        replicas: Optional[Replicas] = None,
     ) -> None:
         self._url = url
         self._start = start
@@ -76,6 +78,7 @@ class Saver:
         self._session = session
         self._ranks = ranks
         self._local = local
+        self._replicas = replicas
         self._threads = threads
         self._linger_s = linger_s
         self._agent_log = agent_log
@@ -387,6 +390,7 @@ class Saver:
         predecessor = arena.take()
         if predecessor is not None:
             self._session.adopt(predecessor, arena.is_used)
+            self._session.set_lost(arena.lost)
         # What was seen later says nothing of when this start began: its number may be among them.
         if self._agent is None and self._ladder.seen is not None:
             self._session.set_seen(self._ladder.seen)
@@ -394,6 +398,8 @@ class Saver:
             self._session.set_linger(arena.place(self._ranks.rank), self._linger_s)
         if self._local is not None:
             self._local.announce(self._session, self._nonce)
+        if self._replicas is not None:
+            self._replicas.announce(self._session)
         fd, self._agent = start_agent(self._agent_log)
         self._session.connect(fd)
 

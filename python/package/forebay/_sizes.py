@@ -14,7 +14,7 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Optional
 
 from ._flatten import Flattener, Node
 from ._leaf import holders, local_parts, torch_module
@@ -60,14 +60,17 @@ class Sizer(Flattener):
         return node
 
 
-def tell_memory(ranks: Ranks, size: int, snapshots: int) -> None:
-    """Tells what of the host's memory so many snapshots of `size` bytes take: the logger `forebay` on each rank, and who reads standard
+def tell_memory(ranks: Ranks, size: int, snapshots: int, replicas: Optional[int]) -> None:
+    """Tells what of the host's memory so many snapshots of `size` bytes take, and as many copies of another host's (none where all
+    ranks are on one, None where none are wanted): the logger `forebay` on each rank, and who reads standard
     error once for the job, as nobody sees that logger who did not ask for it."""
     whose, others = "", ""
     if not ranks.alone:
         whose, others = f"rank {ranks.rank} of {ranks.world_size}: ", "; each other rank takes as much for what it saves"
     each = f", {snapshots} snapshots of {_in_units(size)}" if snapshots > 1 else ""
-    memory = f"{_in_units(snapshots * size)} of this host's memory{each}"
+    if replicas is not None:
+        each += ", and as much for copies of another host's" if replicas else "; all ranks are on one host, and no other has copies"
+    memory = f"{_in_units((1 + (replicas or 0)) * snapshots * size)} of this host's memory{each}"
     text = f"{whose}saves take {memory}"
     logging.getLogger("forebay").info("%s", text)
     # No warning: nothing is wrong, and where warnings are errors it would end the training. Nor does a stream that is closed.

@@ -23,6 +23,7 @@ _FAMILIES = {
     ),
     "forebay_durable_step": ("gauge", "The newest step of this process that is durable."),
     "forebay_copies_missed": ("counter", "Saves without a copy on the local disk."),
+    "forebay_replicas_missed": ("counter", "Saves without a copy in another host's memory."),
     "forebay_restored_bytes": ("counter", "Bytes that restores read."),
     "forebay_restore_seconds": ("summary", "Seconds that restores took."),
     "forebay_rdma_bytes": ("counter", "Bytes that network cards read out of other hosts' memory for restores."),
@@ -60,15 +61,15 @@ class Timeline:
         with self._lock:
             return [act.as_dict() for act in self._past]
 
-    def metrics(self, skipped: int, copies_missed: int) -> str:
-        """All of them, in the text format of Prometheus (version 0.0.4)."""
+    def metrics(self, **counted: int) -> str:
+        """All of them, in the text format of Prometheus (version 0.0.4), and what was `counted` elsewhere, by families."""
         with self._lock:
             entries = [act.as_dict() for act in self._past]
             totals, durable = self._totals.copy(), self._durable
         for entry in entries:
             _count(totals, entry)
         durable = max([durable, *map(_durable_step, entries)])
-        for family, value in (("forebay_saves_skipped", skipped), ("forebay_copies_missed", copies_missed)):
+        for family, value in counted.items():
             totals[f"{family}_total", ""] = value
         if durable >= 0:
             totals["forebay_durable_step", ""] = durable

@@ -78,7 +78,6 @@ _REASONS = {
     "allow_pickle": "nothing of what it saves is a pickle",
     "ranks": _RANKS,
     "replicated": _RANKS,
-    "replicas": "no host holds what another one's ranks save yet",
 }
 """Options of `Checkpointer` that have no meaning here, and why."""
 
@@ -101,7 +100,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]
         every: Steps from one save to the next; by default the Trainer's `save_steps`.
         trainer: The Trainer that it is added to, of whose other callbacks the states are saved, too.
         options: As for `Checkpointer`: all but those that say what is saved, and by whom (`rng`, `ranks`, `replicated`,
-            `allow_pickle`, `replicas`). A step that `on_busy="skip"` skips may be any but the last one. A signal (`on_signal`) is
+            `allow_pickle`). A step that `on_busy="skip"` skips may be any but the last one. A signal (`on_signal`) is
             looked for before each step: the one that is done is saved, with its evaluation, and then the signal does
             what it did before, such as end the process. The Trainer's own way to heed one (`enable_jit_checkpoint`) then follows.
 

@@ -64,7 +64,7 @@ _REASONS = {
     "rng": _IS_WHOSE,
     "ranks": _IS_WHOSE,
     "replicated": _IS_WHOSE,
-    "replicas": "no host holds what another one's ranks save yet",
+    "replicas": "a checkpoint is in the store when its save returns, and no memory is held after it",
     "keep": _KEEPS,
     "keep_every": _KEEPS,
     "every": _SAVES,

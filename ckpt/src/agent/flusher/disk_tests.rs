@@ -10,10 +10,11 @@ use super::tests::{flusher, hello, sealed, start, trainer};
 use super::*;
 use crate::agent::copy::{Health, copy};
 use crate::agent::disk::Disk;
+use crate::agent::pace::Pace;
 use crate::agent::source;
 use crate::arena::Held;
 use crate::catalog::{Start, list_steps};
-use crate::local::PATIENCE;
+use crate::local::{PATIENCE, patience};
 use crate::verify::verify;
 
 /// The memory that a save lies in.
@@ -30,7 +31,7 @@ pub(super) async fn left_on(disk: &Bucket, save: &Save) -> Save {
     assert!(local.put(&save.held, &slot_of(save), || true).await.expect("put"));
     let (held, shard) = local.part(&save.held.name(), *rank, *world_size).await.expect("a part");
     let source = Source::Disk(source::Disk::new(shard, Clock::system()));
-    Save { held: Arc::new(held), source, given: Given::Left, local: None }
+    Save { held: Arc::new(held), source, given: Given::Left, local: None, replica: None }
 }
 
 /// What the trainer heard: saves with a copy, saves without, warnings.
@@ -319,4 +320,32 @@ async fn a_disk_that_hangs_brings_nothing_home_and_is_waited_for_once() {
     assert!(error.message().contains("did not answer for 60 s"), "{error}");
     assert_eq!(list_steps(&bucket).await.expect("list"), []);
     assert_eq!(bucket.list_uploads("").await.expect("list"), []);
+}
+
+/// The slot stays the agent's for no longer than that.
+#[tokio::test]
+async fn a_host_that_hangs_in_a_copy_is_waited_for_once() {
+    let (near, mut hears) = FdStream::pair().expect("pair");
+    let trainer = Trainer::new(near, Arc::new(Pace::new(None)));
+    let (clock, health) = (Clock::manual(), Health::default());
+    let mut hear = || -> Reply {
+        let (frame, _) = hears.receive().expect("receive").expect("a frame");
+        serde_json::from_slice(&frame).expect("parses")
+    };
+    for is_first in [true, false] {
+        let (replica, ticket) = copy(&health, 32 << 20);
+        let waits = await_replica(&clock, &trainer, 7, Some(replica));
+        tokio::pin!(waits);
+        if is_first {
+            assert!(futures::poll!(&mut waits).is_pending());
+            clock.advance(patience(32 << 20));
+        }
+        waits.await;
+        assert!(!ticket.is_wanted(), "what it takes later is no copy");
+        if is_first {
+            let Reply::Warning { message } = hear() else { panic!("it is told") };
+            assert!(message.contains("another host did not take a copy within 61 s"), "{message}");
+        }
+        assert!(matches!(hear(), Reply::NotReplicated { save: 7 }));
+    }
 }

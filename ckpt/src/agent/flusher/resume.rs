@@ -50,7 +50,8 @@ impl Flusher {
         let flushed = match part {
             Ok((held, shard)) => {
                 let source = Source::Disk(Disk::new(shard, self.clock.clone()));
-                let save = Save { held: Arc::new(held), source, given: Given::Left, local: None };
+                let save =
+                    Save { held: Arc::new(held), source, given: Given::Left, local: None, replica: None };
                 heir.flush(&save).await
             }
             Err(error) => heir.open().await.and(Err(error)),
