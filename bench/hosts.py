@@ -9,6 +9,8 @@ Answers each line of stdin, of JSON, with one line of JSON on stdout; the first 
     mount    {"read_s", "read_bytes"}: `hosts` of them mount `folder` with `forebay`, as one cache, and read its only file, with as
              many bytes, at the same time; how long the slowest took, and what all of their mounts read of the folder
     send     {"send_s"}: as many bytes from one host to another, by plain TCP
+    copy     {"copy_s"}: two of them, a rank each, save so many bytes each of which the other one holds a copy (`replicas`), a third
+             time; how long the slower took from the seal until its copy was there
 
 Started by the benchmark as `hosts.py MIB HOSTS [RATE]`, with RATE of each host's link as tc(8) takes it. `save` and `restore`
 come with `url` and the `environment` of its store.
@@ -128,9 +130,7 @@ class Job:
         with tempfile.TemporaryDirectory() as meeting:
 
             def rank_of(rank: int) -> dict[str, float]:
-                os.environ.update(RANK=str(rank), WORLD_SIZE=str(hosts), LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="eth0")
-                os.environ.update(MASTER_ADDR=self._hosts.address(0), MASTER_PORT="29400", OMP_NUM_THREADS="1")
-                dist.init_process_group("gloo", init_method=f"file://{meeting}/all", rank=rank, world_size=hosts)
+                self._join(rank, hosts, meeting)
                 state, expected = make_state(self._mib, False), make_state(self._mib, True)
                 options: dict[str, Any] = {} if together else {"ranks": (0, 1)}
                 dist.barrier()
@@ -201,6 +201,29 @@ class Job:
             told = self._hosts.run(hosts, host)
         return {"read_s": max(host["read_s"] for host in told), "read_bytes": sum(host["read_bytes"] for host in told)}
 
+    def copy(self) -> dict[str, float]:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as meeting:
+
+            def rank_of(rank: int) -> dict[str, float]:
+                self._join(rank, 2, meeting)
+                state = make_state(self._mib, False)
+                with forebay.Checkpointer(f"{meeting}/run", every=1, rng=False, replicas=1) as checkpointer:
+                    for step in (1, 2, 3):
+                        dist.barrier()
+                        save = checkpointer.step(step, state)
+                        assert save is not None and save.wait_replicated(120)
+                        assert save.wait_durable(120)
+                    told = save.timeline()
+                return {"copy_s": told["replicated_s"] - told["sealed_s"]}
+
+            return {"copy_s": max(rank["copy_s"] for rank in self._hosts.run(2, rank_of))}
+
+    def _join(self, rank: int, hosts: int, meeting: str) -> None:
+        """Makes this process one of a job with one on each host."""
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(hosts), LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="eth0")
+        os.environ.update(MASTER_ADDR=self._hosts.address(0), MASTER_PORT="29400", OMP_NUM_THREADS="1")
+        dist.init_process_group("gloo", init_method=f"file://{meeting}/all", rank=rank, world_size=hosts)
+
     def send(self) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as meeting:
 
@@ -246,7 +269,7 @@ def main() -> None:
     mib, count, rate = int(sys.argv[1]), int(sys.argv[2]), (sys.argv[3:] or [None])[0]
     with made(count, rate) as hosts:
         job = Job(hosts, mib)
-        acts = {"save": job.save, "restore": job.restore, "mount": job.mount, "send": job.send}
+        acts = {"save": job.save, "restore": job.restore, "mount": job.mount, "send": job.send, "copy": job.copy}
         print(json.dumps({"address": ADDRESS}), flush=True)
         for line in sys.stdin:
             asked = json.loads(line)

@@ -476,7 +476,7 @@ impl Session {
                 }
             }
             Reply::NoCopy { .. } => self.copies_missed += 1,
-            Reply::Keeps { port, secret } => self.elsewhere.address = Some((port, secret)),
+            Reply::Keeps(address) => self.elsewhere.address = Some(address),
             Reply::Replicated { save, at_us } => {
                 if let Some(pending) = self.pending.iter_mut().find(|pending| pending.save.number == save) {
                     pending.is_replicated = true;

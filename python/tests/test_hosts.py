@@ -103,8 +103,8 @@ class Hosts:
         os.close(fd)
 
 
-    def torchrun(self, folder: Path, act: str, *options: str) -> list[dict[str, Any]]:
-        """What each of two ranks on either host told, which torchrun started, in no order."""
+    def torchrun(self, folder: Path, act: str, *options: str, lost: Optional[int] = None) -> list[dict[str, Any]]:
+        """What each of two ranks on either host told, which torchrun started, in no order; a host may be lost."""
         self._jobs += 1
         place = f"--rdzv-endpoint=10.91.7.1:{29500 + self._jobs}", "--rdzv-backend=c10d", f"--rdzv-id={self._jobs}"
         variables = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
@@ -112,8 +112,11 @@ class Hosts:
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         started = []
         for host in (0, 1):
-            own = f"--rdzv-conf=is_host={1 - host}", f"--local-addr=10.91.7.{host + 1}"
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", *place, *own]
+            # Who is gone is not waited for long.
+            hurry = "" if lost is None else ",last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"
+            own = f"--rdzv-conf=is_host={1 - host}{hurry}", f"--local-addr=10.91.7.{host + 1}"
+            nodes = "--nnodes=2" if lost is None else "--nnodes=1:2"
+            torchrun = [sys.executable, "-m", "torch.distributed.run", nodes, "--nproc-per-node=2", *place, *own]
             command = [*torchrun, *options, str(PROGRAM), str(folder), act]
             enter = partial(self._enter, host)
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -123,10 +126,11 @@ class Hosts:
         finally:
             for process in started:
                 process.kill()
-        assert [process.returncode for process in started] == [0, 0], "\n".join(told)
+        expected = [-signal.SIGKILL if host == lost else 0 for host in (0, 1)]
+        assert [process.returncode for process in started] == expected, "\n".join(told)
         lines = [json.loads(line) for line in (folder / "told").read_text().splitlines()]
         (folder / "told").unlink()
-        assert sorted(line.pop("rank") for line in lines) == [0, 1, 2, 3]
+        assert sorted(line.pop("rank") for line in lines) == list(range(4 if lost is None else 2))
         return lines
 
 
@@ -227,6 +231,7 @@ def goes_on(
     parts: Callable[[int], dict[str, Any]],
     values: Callable[[dict[str, Any]], Any],
     first: int = 0,
+    ranks: int = 4,
 ) -> list[Any]:
     """What a job that is started again has: the step, where it was read, whether all is as it was, warnings, and files of the store
     that were read."""
@@ -244,7 +249,7 @@ def goes_on(
         assert restored is not None
         return [step, restored.tier, right, texts]
 
-    return hosts.run(4, restore, first)
+    return hosts.run(ranks, restore, first)
 
 
 def test_a_job_on_two_hosts_is_saved_and_restored_there_and_elsewhere(hosts: Hosts, tmp_path: Path) -> None:
@@ -506,6 +511,46 @@ def test_a_job_that_lost_a_host_goes_on_from_the_copies_of_another(
         end(agent)
 
 
+@pytest.mark.parametrize("lost", [None, 0, 1])
+def test_fewer_ranks_go_on_from_the_memory_of_all(hosts: Hosts, tmp_path: Path, lost: Optional[int]) -> None:
+    """As where a host is lost and there is no other: what was sharded over four is over two."""
+    place = tmp_path / "run"
+    agents = held(hosts, place, fsdp_parts, replicas=1)
+    for agent in [] if lost is None else agents[2 * lost : 2 * lost + 2]:
+        end(agent)
+    tier = "arena" if lost is None else "peer"
+    assert goes_on(hosts, place, fsdp_parts, fsdp_values, ranks=2) == [[2, tier, True, []]] * 2
+    for agent in agents:
+        end(agent)
+
+
+def test_a_step_in_the_store_comes_before_an_older_one_in_memory(hosts: Hosts, tmp_path: Path) -> None:
+    """Of the newest step a lost host had no copies, and all ranks' parts of the one before are in memory."""
+    place = tmp_path / "run"
+
+    def work(rank: int, report: Report) -> None:
+        warnings.simplefilter("ignore", forebay.CheckpointWarning)
+        checkpointer, state = forebay.Checkpointer(place, every=1, linger=LINGER_S, replicas=1), fsdp_parts(1)
+        for step in (1, 2):
+            train(state, 1)
+            save = checkpointer.step(step, state)
+            assert save is not None and save.wait_durable(60) and save.replicated == (step == 1)
+            nowhere = {"addresses": ["127.0.0.1"], "port": 9, "secret": "none"}
+            checkpointer._session.replicate_to(json.dumps(nowhere))
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    children = hosts.start(4, work)
+    agents = [int(child.line()) for child in children]
+    for child in children:
+        child.kill()
+    for agent in agents[2:]:
+        end(agent)
+    assert goes_on(hosts, place, fsdp_parts, fsdp_values) == [[2, "store", True, []]] * 4
+    for agent in agents[:2]:
+        end(agent)
+
+
 def test_hosts_that_are_lost_at_random_moments_cost_no_step_that_had_its_copies(hosts: Hosts, tmp_path: Path) -> None:
     """The store is behind by one or two steps. Each time a host is lost with all that it held, at any moment after the new start's
     first copies, and with it what is left of the job but the other host's agent."""
@@ -684,6 +729,15 @@ def test_torchrun_starts_a_job_on_two_hosts_again(hosts: Hosts, tmp_path: Path) 
     assert found == [{"start": KILLED_AT, "tier": "arena", "wrong": [], "losses_are_equal": True}] * 4
     assert _native.verify(f"file://{tmp_path}/run", None) == []
     assert hosts.torchrun(tmp_path, "restore") == [{"start": LAST, "wrong": []}] * 4
+
+
+def test_torchrun_goes_on_with_the_host_that_is_left(hosts: Hosts, tmp_path: Path) -> None:
+    """All that ran on the other one is killed, torchrun as well: half of the ranks go on from the memory of all."""
+    (tmp_path / "kill").touch()
+    found = hosts.torchrun(tmp_path, "shrink", "--max-restarts=1", lost=1)
+    assert not (tmp_path / "kill").exists(), "a host was lost"
+    assert found == [{"start": KILLED_AT, "tier": "peer", "ranks": 2, "wrong": []}] * 2
+    assert _native.verify(f"file://{tmp_path}/run", None) == []
 
 
 # A host that says nothing any more is found so after 40 s: in long runs.

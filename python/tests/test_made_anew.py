@@ -240,7 +240,7 @@ def test_what_failed_there_is_told(tmp_path: Path) -> None:
     assert bring_back(second) == (2, "arena")
     (run / "shards").unlink()
     (run / "elsewhere").rename(run / "shards")
-    with pytest.warns(forebay.CheckpointWarning, match="it is in this host's memory alone until the next step"):
+    with pytest.warns(forebay.CheckpointWarning, match="it is in memory alone until the next step"):
         save(second, 3)
     second.close()
     assert second.steps() == [1, 3]

@@ -345,30 +345,64 @@ def test_ranks_restore_each_others_parts_from_memory(tmp_path: Path) -> None:
         wait_until(lambda: not is_running(agent))
 
 
-def test_what_another_number_of_ranks_sealed_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An older step was restored, and the newer one saved once more over that of the agents."""
+def sealed_by_two(place: Path) -> list[int]:
+    """Kills two ranks whose newest step is on its way to the store; gives their agents."""
 
     def work(rank: int, report: Report) -> None:
-        checkpointer = forebay.Checkpointer(tmp_path, rng=False, linger=LINGER_S, flush_rate="128KiB")
+        checkpointer = forebay.Checkpointer(place, rng=False, linger=LINGER_S, flush_rate="128KiB")
         assert checkpointer.save_now(1, {"t": torch.full((50_000,), 1.0)}).wait_durable(60)
         assert checkpointer.save_now(2, {"t": torch.full((50_000,), 2.0)}).wait_sealed(60)
         report(str(checkpointer._agent.pid))
         signal.pause()
 
-    agents = [kill(child) for child in start_ranks(2, work, with_gloo=False)]
-    with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
-        assert checkpointer.restore({"t": torch.zeros(50_000)}) == 2
+    return [kill(child) for child in start_ranks(2, work, with_gloo=False)]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_another_number_of_ranks_goes_on_from_memory(tmp_path: Path, ranks: int) -> None:
+    """What all ranks had together and alike is there, and what is saved next is what the start after it goes on from, of however
+    many ranks."""
+
+    def work(rank: int, report: Report) -> None:
+        warnings.simplefilter("ignore", forebay.CheckpointWarning)
+        with forebay.Checkpointer(tmp_path, rng=False, linger=LINGER_S) as checkpointer:
+            state = {"t": torch.zeros(50_000)}
+            step = checkpointer.restore(state)
+            assert checkpointer.restored is not None and step is not None
+            report(json.dumps([step, checkpointer.restored.tier, bool((state["t"] == step).all())]))
+            state["t"] += 1
+            save = checkpointer.save_now(step + 1, state)
+            assert save is not None and save.wait_durable(60)
+            checkpointer._leave()
+
+    agents = sealed_by_two(tmp_path)
+    # The agents of those before, of their number and of another, wait as well.
+    for number, step in ((ranks, 2), (2, 3), (ranks, 4)):
+        children = start_ranks(number, work, with_gloo=False)
+        assert [json.loads(child.line()) for child in children] == [[step, "arena", True]] * number
+        assert [child.join() for child in children] == [0] * number
     for agent in agents:
         end(agent)
+
+
+def test_what_another_number_of_ranks_holds_in_part_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older step was restored, and the newer one saved once more over that of the agents."""
+    agents = sealed_by_two(tmp_path)
+    wait_until(lambda: forebay.Checkpointer(tmp_path).steps() == [1, 2])
+    end(agents[1])
+    with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+        assert checkpointer.restore({"t": torch.zeros(50_000)}) == 2
+        assert checkpointer.restored is not None and checkpointer.restored.tier == "store"
+    end(agents[0])
     # What takes longer is told.
-    agents = [kill(child) for child in start_ranks(2, work, with_gloo=False)]
+    agents = sealed_by_two(tmp_path)
+    end(agents[1])
     monkeypatch.setattr("forebay._others._on_its_way", lambda place: 7)
     monkeypatch.setattr("forebay._others._WAIT_S", 0.0)
     with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
         with pytest.warns(forebay.CheckpointWarning, match="step 7, which 2 ranks sealed on this host, is not in the store"):
             assert checkpointer.restore({"t": torch.zeros(50_000)}) in (1, 2)
-    for agent in agents:
-        end(agent)
+    end(agents[0])
 
 
 def test_memory_that_one_rank_cannot_open_is_left_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

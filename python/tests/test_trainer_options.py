@@ -345,7 +345,7 @@ def test_a_killed_trainer_goes_on_from_memory(tmp_path: Path) -> None:
     trainer, recorder = small_trainer(run, folder, 2, 20, {"linger": LINGER_S})
     seen: list[Any] = []
     trainer.add_callback(At({7: lambda: seen.append(saver_of(trainer).restored)}))
-    with pytest.warns(forebay.CheckpointWarning, match="step 6, which a killed trainer had sealed.*in this host's memory alone"):
+    with pytest.warns(forebay.CheckpointWarning, match="step 6, which a killed trainer had sealed.*in memory alone"):
         trainer.train(resume_from_checkpoint=source)
     assert (seen[0].step, seen[0].tier) == (6, "arena")
     assert list(recorder.weights) == [7, 8]

@@ -3,7 +3,8 @@
 `train` trains modules of DDP and of FSDP2, in float32 and in bfloat16 with tied weights, for six steps, each of which is
 saved; where FOLDER holds a file `kill`, the
 last rank removes it and kills itself once step 3 is sealed, and torchrun starts all ranks again. What comes out is
-compared with a training that nobody interrupts, and written beside the steps. `restore` compares what it restores, at
+compared with a training that nobody interrupts, and written beside the steps. `shrink` trains on the same data on all ranks, and
+where FOLDER holds `kill`, all that runs on the last host is killed once step 3 is sealed, torchrun and agents as well. `restore` compares what it restores, at
 any number of ranks, with that. What each rank found it adds to FOLDER/`told`, and the process that saves for it to
 FOLDER/`agents`.
 """
@@ -162,6 +163,52 @@ def act_train(folder: Path, rank: int) -> dict[str, Any]:
     return found
 
 
+def sharded() -> dict[str, Any]:
+    """A module over all ranks, whose sums of gradients are exact however many these are, of powers of two."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 5))
+    fully_shard(model)
+    return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=1e-2)}
+
+
+def train_alike(state: dict[str, Any], step: int) -> None:
+    """A step, on the same data on all ranks."""
+    data = torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
+    state["model"](data).square().mean().backward()
+    state["optim"].step()
+    state["optim"].zero_grad()
+
+
+def act_shrink(folder: Path, rank: int) -> dict[str, Any]:
+    """Trains, from where an earlier start of more ranks got to."""
+    fate, state, world_size = folder / "kill", sharded(), dist.get_world_size()
+    is_last = os.environ["GROUP_RANK"] == str(world_size // int(os.environ["LOCAL_WORLD_SIZE"]) - 1)
+    with forebay.Checkpointer(folder / "run", every=1, rng=False, replicas=1) as checkpointer:
+        start = checkpointer.restore(state) or 0
+        for step in range(start + 1, LAST + 1):
+            train_alike(state, step)
+            save = checkpointer.step(step, state)
+            if step == KILLED_AT and fate.exists():
+                assert save is not None and save.wait_replicated(60)
+                dist.barrier()
+                if is_last:
+                    os.kill(checkpointer._agent.pid, signal.SIGKILL)
+                    if os.environ["LOCAL_RANK"] == "0":
+                        fate.unlink()
+                        os.kill(os.getppid(), signal.SIGKILL)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                # Fails, as the others are gone.
+                dist.barrier()
+        restored = checkpointer.restored
+    expected = sharded()
+    for step in range(1, LAST + 1):
+        train_alike(expected, step)
+    options = StateDictOptions(full_state_dict=True)
+    one, other = (get_state_dict(each["model"], each["optim"], options=options)[0] for each in (state, expected))
+    wrong = [name for name in one if bits(one[name]) != bits(other[name])]
+    return {"start": start, "tier": restored and restored.tier, "ranks": world_size, "wrong": wrong}
+
+
 def act_restore(folder: Path, rank: int) -> dict[str, Any]:
     """Restores into other values."""
     state = parts(1)
@@ -180,7 +227,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    found = {"train": act_train, "restore": act_restore}[sys.argv[2]](folder, rank)
+    found = {"train": act_train, "shrink": act_shrink, "restore": act_restore}[sys.argv[2]](folder, rank)
     tell(folder / "told", {"rank": rank, **found})
     dist.barrier()
     dist.destroy_process_group()

@@ -1,5 +1,5 @@
 //! What several hosts hold alike is restored by all of them: beside one that is sent it over its link, and beside hosts that each
-//! read it for themselves; driven from bench/hosts.py, which makes them.
+//! read it for themselves. Two hold copies of what the other one saves. Driven from bench/hosts.py, which makes them.
 
 use std::collections::HashMap;
 use std::process::Command;
@@ -38,9 +38,10 @@ fn over_links(context: &Context) -> Result<Vec<Row>> {
     hosts.ask(json!({"act": "save", "url": url}))?;
     let folder = context.place("hosts-file")?;
     let (mut by_two, mut by_many, mut read) = (Vec::new(), Vec::new(), Vec::new());
-    let (mut of_mounts, mut left) = (Vec::new(), Vec::new());
+    let (mut of_mounts, mut left, mut copied) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..context.settings.pairs {
         let sent = of(&hosts.ask(json!({"act": "send"}))?, "send_s")? * 1e3;
+        copied.push((of(&hosts.ask(json!({"act": "copy"}))?, "copy_s")? * 1e3, sent));
         for (count, pairs) in [(2, &mut by_two), (MANY, &mut by_many)] {
             let told = hosts.ask(json!({"act": "restore", "url": url, "hosts": count, "together": true}))?;
             pairs.push((of(&told, "restore_s")? * 1e3, sent));
@@ -60,6 +61,14 @@ fn over_links(context: &Context) -> Result<Vec<Row>> {
     Ok(vec![
         row(2, &by_two),
         row(MANY, &by_many),
+        Row::of_pairs(
+            NAME,
+            &format!("copies of {} MiB each in two hosts' memory, the same links", bytes >> 20),
+            "ms",
+            &copied,
+            "as much, over one link",
+        )
+        .aim(Aim::RatioAtMost(1.1)),
         Row::of_pairs(NAME, &format!("bytes read by all hosts of {what}"), "MiB", &read, "of the state")
             .aim(Aim::RatioAtMost(1.02)),
         Row::of_pairs(

@@ -268,13 +268,9 @@ pub enum Reply {
         /// Which save.
         save: u64,
     },
-    /// Where agents of other hosts bring copies to, to be kept by this one.
-    Keeps {
-        /// A port of this host.
-        port: u16,
-        /// What they are to say there.
-        secret: String,
-    },
+    /// Where agents of other hosts bring copies to, to be kept by this one: a port of this host, and what they are to say there;
+    /// none where it keeps none.
+    Keeps(Option<(u16, String)>),
     /// This rank's part of the save is in another host's memory as well.
     Replicated {
         /// Which save.

@@ -87,6 +87,7 @@ fn serve_on(runtime: &Runtime, mut stream: FdStream, pace: Arc<Pace>, notice: Op
     if let Some(replication) = &hello.replication {
         let others = Others::new(replication, hello.place().0, &trainer, &pace);
         desk.others = others.inspect_err(|error| trainer.tell(&no_replicas(error))).ok();
+        trainer.tell(&Reply::Keeps(desk.others.as_ref().map(|others| others.keeper.address())));
     }
     let flusher = tasks.spawn("flush", Flusher::new(*hello, trainer, copies).settle_all(queue));
     let served = desk.serve(&mut stream);
@@ -136,8 +137,6 @@ impl Others {
         });
         let keeper = Keeper::open(pace, rdma.clone())?;
         let outbox = Sender::begin(replication.steps, trainer, pace, rdma)?;
-        let (port, secret) = keeper.address();
-        trainer.tell(&Reply::Keeps { port, secret });
         Ok(Self { keeper, outbox })
     }
 }

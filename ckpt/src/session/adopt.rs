@@ -240,8 +240,7 @@ impl Session {
         };
         let rest = match self.goes_on {
             true => {
-                "it is in this host's memory alone until the next step is committed \
-                 (hint: `save_now` saves one at once)"
+                "it is in memory alone until the next step is committed (hint: `save_now` saves one at once)"
             }
             false => "this start does not go on from it",
         };

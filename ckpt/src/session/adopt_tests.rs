@@ -163,9 +163,7 @@ fn a_sealed_step_that_its_agent_could_not_save_is_told_by_the_successor() {
         let warnings = second.take_warnings();
         let [warning] = &warnings[..] else { panic!("{warnings:?}") };
         let (fact, rest) = match goes_on {
-            true => {
-                ("step 7, which a killed trainer had sealed, was not saved", "in this host's memory alone")
-            }
+            true => ("step 7, which a killed trainer had sealed, was not saved", "in memory alone"),
             false => ("which a killed trainer had sealed, was not saved", "does not go on from it"),
         };
         assert!(warning.contains(fact) && warning.contains(rest), "{warning}");

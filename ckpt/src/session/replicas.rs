@@ -14,8 +14,8 @@ use crate::arena::Held;
 /// What a session knows of it.
 #[derive(Debug, Default)]
 pub(super) struct Elsewhere {
-    /// The port of this session's agent, and what others are to say there; none until it told.
-    pub(super) address: Option<(u16, String)>,
+    /// The port of this session's agent, and what others are to say there, once it told; none where it keeps no copies.
+    pub(super) address: Option<Option<(u16, String)>>,
     /// The agent of another host that is to have what is sealed.
     pub(super) to: Option<Address>,
     /// What the agent before this session's kept, until this one has it.
@@ -31,7 +31,7 @@ impl Session {
     }
 
     /// Where this session's agent takes copies for ranks of other hosts: a port of this host, and what they are to say there.
-    /// None where it does not say within `patience`.
+    /// None where it takes none, or does not say within `patience`.
     pub fn keeps_at(&mut self, patience: Duration) -> Result<Option<(u16, String)>> {
         let clock = Clock::system();
         let deadline = clock.now() + patience;
@@ -44,7 +44,7 @@ impl Session {
             self.stream.as_ref().map(|stream| stream.readable(left)).transpose()?;
             self.hear()?;
         }
-        Ok(self.elsewhere.address.clone())
+        Ok(self.elsewhere.address.clone().flatten())
     }
 
     /// Has the agent of another host, at this address, hold what is sealed from now on.

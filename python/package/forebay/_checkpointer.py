@@ -15,7 +15,6 @@ from . import _options as options
 from ._errors import CheckpointConflict, CheckpointError, CheckpointInvalid, CheckpointNotFound
 from ._flatten import Flattener
 from ._garbage import uncollected
-from ._held import newest_common
 from ._ladder import Restored
 from ._leaf import Leaf
 from ._loading import (
@@ -37,6 +36,7 @@ from ._schedule import Schedule
 from ._shares import Planner, share_size
 from ._signals import Names, Notice, numbers_of
 from ._sizes import SNAPSHOTS, Sizer, tell_memory
+from ._sources import newest_common
 from ._timeline import Timeline
 from ._url import bucket_url, exists, source_url
 
@@ -109,7 +109,7 @@ class Checkpointer(Saver):
     Ranks of several hosts meet through torch.distributed, which is set up by then, and reach each other by TCP, at ports of
     their choice, unencrypted. What several want is read of the store once, and sent from host to host; where one cannot be
     reached the others read for themselves, with a warning. A killed job goes on from the memory of its hosts, whichever of them
-    each rank is on now; where one of them is lost, from what others hold of it (`replicas`), else from the store.
+    each rank is on now, and however many there are; where one of them is lost, from what others hold of it (`replicas`), else from the store.
 
     Where another one of its URL and rank is in use in this process (a notebook's cell that runs again), a new one with a
     schedule or `on_signal` closes that, and restores what it sealed; any other does so once it restores or saves.

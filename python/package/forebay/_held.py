@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union
 
 from . import _native
 from ._errors import CheckpointCorrupt, CheckpointError, warn
-from ._others import held_places
 from ._ranks import Ranks, use_together
+from ._sources import (
+    MOST_RANKS,
+    Source,
+    candidate_of,
+    choices,
+    flat,
+    held_places,
+    lost_ranks,
+    words_of,
+)
 from ._url import digest, exists, store_name
 
 T = TypeVar("T")
@@ -22,33 +29,9 @@ PATIENCE_S = 5.0
 """How long the store may take to say whether the job was started elsewhere; it may be what is out of reach."""
 
 
-def newest_common(held: Sequence[Sequence[Any]]) -> Optional[_native.Named]:
-    """The newest step that all ranks hold, from what each of them does, newest first."""
-    for entry in held[0]:
-        if all(entry in other for other in held[1:]):
-            start, step = entry
-            return start, step
-    return None
-
-
-class Source(NamedTuple):
-    """Where a rank's part of a step is."""
-
-    beside: int
-    """A rank of that host, which tells the others of it."""
-    place: str
-    """Whom ranks of that host find it at."""
-    is_copy: bool
-    """Whether it is what that one keeps for another host."""
-
-
-Sources = list[dict[tuple[str, int], list[Source]]]
-"""Of each rank, where its parts of steps are."""
-
-
 class Memory:
-    """What is in memory, one part for each rank of this job: of its own saves, or until this start has an agent, what the agents
-    of killed processes hold, of whichever host they are, and keep for others."""
+    """What is in memory, one part for each rank that saved: of this job's own saves, or until this start has an agent, what the
+    agents of killed processes hold, on whichever host and of however many ranks they are, and keep for others."""
 
     def __init__(self, url: str, ranks: Ranks) -> None:
         self._url = url
@@ -58,7 +41,7 @@ class Memory:
         self.passed_over: list[str] = []
         """Why the last `use` used nothing."""
         self.is_used = False
-        """Whether the last `use` used what is held."""
+        """Whether the last `use` used what this number of ranks holds."""
         self.has_touched = False
         """Whether the last `use` may have left something in the state."""
         self.seen: Optional[int] = None
@@ -76,9 +59,13 @@ class Memory:
         self._visited: dict[str, _native.Predecessor] = {}
         """Whom this rank sees at places of this host, while a `use` lasts."""
 
-    def place(self, rank: int, world_size: Optional[int] = None) -> str:
+    def place(self, rank: int) -> str:
         """Where the agent of a rank is found once its trainer was killed."""
-        return _native.PLACES + digest(os.getuid(), store_name(self._url), rank, world_size or self._ranks.world_size)
+        return f"{self._places()}{rank}-{self._ranks.world_size}"
+
+    def _places(self) -> str:
+        """What the names of such places begin with, of all ranks, however many there are."""
+        return f"{_native.PLACES}{digest(os.getuid(), store_name(self._url))}-"
 
     def use(self, step: Optional[int], use: Callable[[_native.Step], T], session: _native.Session, nonce: str) -> Optional[T]:
         """Calls `use` with the newest step that all ranks hold, or with `step`; all ranks do, or none. This rank's own is what
@@ -102,7 +89,7 @@ class Memory:
             if held is not None:
                 self._visited[place] = held
             self.start = None if held is None else held.start
-            return {"place": place, **_words_of(held, is_own=bool(opened)), "strays": self._strays()}
+            return {"place": place, **words_of(held, is_own=bool(opened)), "strays": self._strays()}
 
         try:
             words = self._ranks.gather("look for what is in memory", look)
@@ -119,18 +106,27 @@ class Memory:
             self.own_step = None
         return used
 
+    def agents(self) -> list[tuple[int, int, str]]:
+        """The agents of this job that wait on this host, of however many ranks it had: rank, number of ranks, and place."""
+        prefix, found = self._places(), []
+        for name in held_places():
+            rank, _, size = name.removeprefix(prefix).partition("-")
+            if name.startswith(prefix) and rank.isdecimal() and size.isdecimal() and int(rank) < int(size) <= MOST_RANKS:
+                found.append((int(rank), int(size), name))
+        return found
+
     def _strays(self) -> list[dict[str, Any]]:
-        """What the lowest rank of a host tells of agents there whose ranks are on other hosts now."""
+        """What the lowest rank of a host tells of agents there whose ranks are elsewhere now, or not there any more."""
         here = self._ranks.here()
-        if not self._ranks.are_spread or self._ranks.rank != here[0]:
+        if self._ranks.rank != here[0]:
             return []
-        words, names = [], held_places()
-        for rank in set(range(self._ranks.world_size)) - set(here):
-            place = self.place(rank)
-            found = self._visit(place, rank) if place in names else None
+        words = []
+        for rank, size, place in self.agents():
+            is_own = size == self._ranks.world_size and rank in here
+            found = None if is_own else self._visit(place, rank)
             if found is not None:
                 self._visited[place] = found
-                words.append({"rank": rank, "place": place, **_words_of(found, is_own=False)})
+                words.append({"rank": rank, "size": size, "place": place, **words_of(found, is_own=False)})
         return words
 
     def _use(
@@ -139,20 +135,20 @@ class Memory:
         use: Callable[[_native.Step], T],
         words: list[dict[str, Any]],
     ) -> Optional[T]:
-        sources = _sources_of(words)
-        self.lost = [rank for rank, found in enumerate(sources) if all(one.is_copy for ones in found.values() for one in ones)]
-        common = newest_common([[entry for entry in found if step in (None, entry[1])] for found in sources])
-        if common is None:
-            if any(word["held"] for word in words):
+        self.lost = lost_ranks(words)
+        candidate = candidate_of(words, step)
+        if candidate is None:
+            if any(word["held"] for word in flat(words)):
                 self.passed_over.append("arena: not all ranks hold the step")
             return None
+        common, is_same = candidate.step, len(candidate.sources) == len(words)
         store = survey(self._url, self._ranks, f"step {common[1]} is restored from memory")
         self.seen = None if store is None else store.number
-        reason = None if store is None else _reason_against(_flat(words), common, store)
+        reason = None if store is None else _reason_against(flat(words), common, store, step)
         if reason is not None:
             self.passed_over.append(f"arena: {reason}")
             return None
-        for chosen in _choices(sources, common, self._ranks.hosts()):
+        for chosen in choices(candidate, self._ranks.hosts()):
             try:
                 used = self._read(use, common, chosen)
             except CheckpointCorrupt as error:
@@ -160,11 +156,11 @@ class Memory:
                 self.passed_over.append(f"arena: {error}")
                 warn(f"{self._url}: step {common[1]} in memory is not used: {error}")
             else:
-                self.is_used, self.own_step = True, common
+                self.is_used, self.own_step = is_same, common
                 self.is_of_peers = any(source.is_copy for source in chosen)
                 return used
         # All ranks alike, as they wait for it together; of its own saves a job knows what becomes of them.
-        if self._ranks.are_spread and all(word["began"] is not None for word in words):
+        if is_same and self._ranks.are_spread and all(word["began"] is not None for word in words):
             self.left = common
         return None
 
@@ -238,50 +234,6 @@ class Memory:
         return self._visited[source.place]
 
 
-def _flat(words: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What ranks tell of agents: of their own, and of others on their hosts."""
-    return [*words, *(stray for word in words for stray in word["strays"])]
-
-
-def _sources_of(words: Sequence[dict[str, Any]]) -> Sources:
-    """Where all parts are: of each rank those of its own agent first, newest first."""
-    sources: Sources = [{} for _ in words]
-    agents = [(rank, rank, word) for rank, word in enumerate(words)]
-    agents += [(beside, stray["rank"], stray) for beside, word in enumerate(words) for stray in word["strays"]]
-    parts = [(beside, rank, step, word, False) for beside, rank, word in agents for step in word["held"]]
-    parts += [(beside, rank, step, word, True) for beside, _, word in agents for rank, step in word["kept"]]
-    for beside, rank, (start, step), word, is_copy in parts:
-        # What an agent of another number of ranks keeps is none of this job's.
-        if rank < len(sources):
-            sources[rank].setdefault((start, step), []).append(Source(beside, word["place"], is_copy))
-    return sources
-
-
-def _choices(sources: Sources, step: _native.Named, hosts: Sequence[int]) -> list[list[Source]]:
-    """Which of the parts of a step are read: what was sealed itself, on the host where it is wanted if it is there; and then, if
-    any, what hosts keep for each other."""
-
-    def choose(prefers_copies: bool) -> list[Source]:
-        def is_worse(source: Source, rank: int) -> tuple[bool, bool]:
-            return source.is_copy is not prefers_copies, hosts[source.beside] != hosts[rank]
-
-        return [min(found[step], key=partial(is_worse, rank=rank)) for rank, found in enumerate(sources)]
-
-    first, second = choose(False), choose(True)
-    return [first] if first == second else [first, second]
-
-
-def _words_of(found: Optional[_native.Predecessor], is_own: bool) -> dict[str, Any]:
-    """What a rank tells the others of what is in its memory, its process's own or inherited."""
-    if found is None:
-        return {"start": None, "began": None, "after": [], "held": [], "durable": [], "kept": []}
-    held, durable = ([list(entry) for entry in entries] for entries in (found.held(), found.durable()))
-    kept = [[rank, list(entry)] for rank, entry in found.kept()]
-    # No start that is in the store is late beside one that lives.
-    began = None if is_own else [socket.gethostname(), found.started_ms]
-    return {"start": found.start, "began": began, "after": found.after(), "held": held, "durable": durable, "kept": kept}
-
-
 class Survey(NamedTuple):
     """What the store has."""
 
@@ -343,8 +295,11 @@ def _was_late(words: Sequence[Any], store: Survey) -> bool:
     return all(host == own_host and started_ms < own_ms for own_host, own_ms in began)
 
 
-def _reason_against(words: Sequence[Any], step: _native.Named, store: Survey) -> Optional[str]:
-    """Why a step that is held is not used where the store has that; None where it may be."""
+def _reason_against(
+    words: Sequence[Any], step: _native.Named, store: Survey, asked: Optional[int] = None
+) -> Optional[str]:
+    """Why a step that is held is not used where the store has that; None where it may be. A step that was `asked` for may be older
+    than others."""
     start, number = step
     newest = store.newest
     # A start that died before its agent took over is none of these. Where the newest step is still one of theirs, it and
@@ -360,4 +315,9 @@ def _reason_against(words: Sequence[Any], step: _native.Named, store: Survey) ->
     is_durable = any([start, number] in word["durable"] for word in words)
     if is_durable and [start[:8], number] not in [list(entry) for entry in store.steps]:
         return f"step {number} was deleted from the store"
+    # Copies may be missing of a step that is durable, and what killed ranks of another number hold be older than it.
+    later = {word["start"][:8] for word in words if word["start"] not in (None, start) and start[:8] in word["after"]}
+    for attempt, there in store.steps:
+        if asked in (None, there) and (attempt in later or (attempt == start[:8] and there > number)):
+            return f"the store has a newer step {there}"
     return None

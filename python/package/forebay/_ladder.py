@@ -108,7 +108,7 @@ class Ladder:
                     await_left(self._url, self._ranks, self.arena.place(0), self.arena.left)
                 if not self._has_waited:
                     self._has_waited = True
-                    await_others(self._url, self._ranks, lambda size: self.arena.place(0, size))
+                    await_others(self._url, self._ranks, self.arena.agents)
                 return with_step(self._url, step, self._ranks, use, self._note, self._pass_over)
         except CheckpointNotFound as error:
             if has_touched:
