@@ -105,6 +105,15 @@ impl Save {
     }
 }
 
+/// Ranks whose killed processes left no agent anywhere.
+#[derive(Debug, Default)]
+struct Missing {
+    /// Of as many ranks as there are now.
+    own: Vec<u32>,
+    /// Of the start whose step was restored.
+    followed: Vec<u32>,
+}
+
 /// A trainer's connection to its agent.
 #[derive(Debug)]
 pub struct Session {
@@ -134,8 +143,7 @@ pub struct Session {
     last_durable: u64,
     predecessor: Option<FdStream>,
     has_succeeded: bool,
-    /// Ranks whose predecessors are nowhere.
-    lost: Vec<u32>,
+    lost: Missing,
     /// The step that the next one goes on from, as far as is known.
     origin: Option<Origin>,
     /// Whether the predecessor's steps are this start's as well.
@@ -171,7 +179,7 @@ impl Session {
             last_durable: 0,
             predecessor: None,
             has_succeeded: false,
-            lost: Vec::new(),
+            lost: Missing::default(),
             origin: None,
             goes_on: false,
             device: None,

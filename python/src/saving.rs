@@ -180,9 +180,10 @@ impl Session {
         py.detach(|| self.0.lock().adopt(predecessor.take()?, goes_on)).or_raise()
     }
 
-    /// Notes the ranks whose killed processes left no agent, before one of this session's own is greeted.
-    fn set_lost(&self, py: Python<'_>, ranks: Vec<u32>) {
-        py.detach(|| self.0.lock().set_lost(ranks));
+    /// Notes the ranks whose killed processes left no agent, of as many as there are now and of the start whose step was restored,
+    /// before one of this session's own is greeted.
+    fn set_lost(&self, py: Python<'_>, own: Vec<u32>, followed: Vec<u32>) {
+        py.detach(|| self.0.lock().set_lost(own, followed));
     }
 
     /// Has what is saved next refer to what did not change since a step, given by the start of its start's nonce.

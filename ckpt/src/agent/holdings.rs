@@ -132,7 +132,7 @@ impl Holdings {
         let answer = Answer { start: nonce, started_ms, held, durable, after, kept: kept_steps };
         visitor.send(&frame(&answer)?, None)?;
         let own = self.held.iter().map(|Holding { held, memory }| (held, memory));
-        for (held, memory) in own.chain(kept.iter().map(|Replica { held, memory }| (held, memory))) {
+        for (held, memory) in own.chain(kept.iter().map(|Replica { held, memory, .. }| (held, memory))) {
             visitor.send(&frame(held)?, Some(memory.as_fd()))?;
         }
         Ok(())

@@ -207,7 +207,15 @@ pub enum Visit {
     },
     /// Saves of another job lack memory: let go of yours, if nothing is lost by that. Answered by [`MADE_WAY`], or by
     /// [`MAKES_WAY_LATER`] where it is still on its way to the store.
-    MakeWay,
+    MakeWay {
+        /// The starts that the asker comes after, by the beginnings of their nonces: what one of these holds it has restored, or
+        /// something later.
+        #[serde(default)]
+        after: Vec<String>,
+        /// Ranks of the last of these whose agents are nowhere any more.
+        #[serde(default)]
+        lost: Vec<u32>,
+    },
 }
 
 /// The answer of an agent that has let go of its memory.

@@ -33,7 +33,7 @@ use super::replicas::{Keeper, Outbox, Sender};
 use super::source::Source;
 use super::trainer::Trainer;
 use super::{Hello, Reply, Request, Told, VISIT_VERSION, Visit};
-use crate::arena::{Held, HeldStep, SLOTS};
+use crate::arena::{Held, HeldStep, SLOTS, attempt_of};
 use crate::local::PATIENCE;
 
 /// Copies under way at most, of two slots of the present arena and two of the one before: whole ones and those that go on.
@@ -308,21 +308,12 @@ impl Desk {
                     self.trainer.set_lost(lost);
                     return self.trainer.hand_over(visitor);
                 }
-                Some((Visit::MakeWay, mut visitor)) if self.may_make_way() => {
-                    tracing::info!(
-                        "lets go of its steps in memory, which are in the store: another job's saves need it"
-                    );
-                    self.door.close();
-                    self.holdings.clear();
-                    self.others = None;
-                    // One that left early has the memory all the same.
-                    visitor.send(MADE_WAY, None).ok();
-                    return Ok(());
+                Some((Visit::MakeWay { after, lost }, visitor)) => {
+                    if self.make_way(&after, lost, visitor) {
+                        return Ok(());
+                    }
                 }
-                Some((Visit::MakeWay, mut visitor)) if self.trainer.has_open() => {
-                    visitor.send(MAKES_WAY_LATER, None).ok();
-                }
-                Some((Visit::Look { .. } | Visit::MakeWay, _)) | None => {}
+                Some((Visit::Look { .. }, _)) | None => {}
             }
             if was_watched || self.door.is_watched() {
                 vigil.begin_anew(clock.now());
@@ -330,15 +321,34 @@ impl Desk {
         }
     }
 
-    /// Whether all that is held can be had from the store, and nobody is about to take it from here. A step that is there has all
-    /// ranks' parts.
-    fn may_make_way(&self) -> bool {
+    /// Lets go of all memory for saves that lack it, if nothing is lost by that; whether it did.
+    fn make_way(&mut self, after: &[String], lost: Vec<u32>, mut visitor: FdStream) -> bool {
+        // Its trainers have what is held here, or something later.
+        let is_followed = after.iter().any(|start| start == attempt_of(&self.hello.start.nonce));
+        if is_followed {
+            self.trainer.set_lost(lost);
+        }
+        if self.trainer.has_open() || (is_followed && self.door.is_watched()) {
+            visitor.send(MAKES_WAY_LATER, None).ok();
+            return false;
+        }
+        if !is_followed && (self.door.is_watched() || !self.is_all_durable()) {
+            return false;
+        }
+        tracing::info!("lets go of its steps in memory, which are not lost by that: saves need it");
+        self.door.close();
+        self.holdings.clear();
+        self.others = None;
+        // One that left early has the memory all the same.
+        visitor.send(MADE_WAY, None).ok();
+        true
+    }
+
+    /// Whether all that is held can be had from the store. A step that is there has all ranks' parts.
+    fn is_all_durable(&self) -> bool {
         let is_durable = |save| self.trainer.is_durable(save);
         let is_step_durable = |step: &HeldStep| self.holdings.save_of(step).is_some_and(is_durable);
-        !self.trainer.has_open()
-            && !self.door.is_watched()
-            && self.holdings.saves().into_iter().all(is_durable)
-            && self.kept_steps().iter().all(is_step_durable)
+        self.holdings.saves().into_iter().all(is_durable) && self.kept_steps().iter().all(is_step_durable)
     }
 
     /// The steps that are kept for other hosts.
@@ -387,6 +397,11 @@ mod tests {
     fn say(stream: &mut FdStream, words: &impl serde::Serialize, memory: Option<&SharedMemory>) {
         let frame = serde_json::to_vec(words).expect("encodes");
         stream.send(&frame, memory.map(AsFd::as_fd)).expect("send");
+    }
+
+    /// From a start that comes after another one.
+    fn make_way(after: &str) -> Visit {
+        Visit::MakeWay { after: vec![after.to_owned()], lost: vec![3] }
     }
 
     /// An agent's desk, and the trainer's end of it, which has sealed a step.
@@ -475,7 +490,7 @@ mod tests {
         let Sealed { desk, trainer, session, .. } = Sealed::by(&place, 600_000, ("cd", 0));
         let ask = || {
             let mut visitor = meet(&place, LONG).expect("meet").expect("somebody is there");
-            let words = serde_json::to_vec(&Visit::MakeWay).expect("encodes");
+            let words = serde_json::to_vec(&make_way("")).expect("encodes");
             // One that is turned away may have been so before it said anything.
             visitor.send(&words, None).and_then(|()| visitor.receive()).ok().flatten().map(|(frame, _)| frame)
         };
@@ -500,6 +515,26 @@ mod tests {
         Meeting::hold(&place).expect("another agent has the place now");
     }
 
+    /// A job that lost a host goes on with fewer ranks, which have what it held, and whose memory it is in the way of.
+    #[test]
+    fn what_a_start_that_goes_on_has_restored_makes_way_for_it_alone() {
+        let place = format!("forebay-test-followed-{}", std::process::id());
+        let Sealed { desk, trainer, session, _queue } = Sealed::by(&place, 600_000, ("ab", 0));
+        session.shutdown();
+        let ask = |after: &str| {
+            let mut visitor = meet(&place, LONG).expect("meet").expect("somebody is there");
+            say(&mut visitor, &make_way(after), None);
+            visitor.receive().ok().flatten().map(|(frame, _)| frame)
+        };
+        let own = "ab".repeat(4);
+        assert_eq!(ask(&own).as_deref(), Some(MAKES_WAY_LATER), "it is on its way to the store");
+        assert_eq!(trainer.lost_rank(|_| true), Some(3), "and needs not wait for who is gone");
+        trainer.tell(&Reply::Failed { save: 1, error: (&Error::invalid("it is gone")).into() });
+        assert_eq!(ask("cdcdcdcd"), None, "it is nowhere else");
+        assert_eq!(ask(&own).as_deref(), Some(MADE_WAY));
+        desk.join().expect("the desk").expect("served");
+    }
+
     /// Of a step that this host has no part of it is not known here whether it is in the store.
     #[test]
     fn what_is_kept_for_other_hosts_does_not_make_way_unless_it_is_known_to_be_in_the_store() {
@@ -513,7 +548,7 @@ mod tests {
             session.shutdown();
             trainer.tell(&Reply::Durable { save: 1, at_us: 0 });
             let mut visitor = meet(&place, LONG).expect("meet").expect("somebody is there");
-            say(&mut visitor, &Visit::MakeWay, None);
+            say(&mut visitor, &make_way(""), None);
             let answer = visitor.receive().ok().flatten().map(|(frame, _)| frame);
             assert_eq!(answer.as_deref(), is_known.then_some(MADE_WAY));
             let successor = (!is_known).then(|| {

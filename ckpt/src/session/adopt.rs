@@ -91,10 +91,10 @@ impl Session {
         Ok(())
     }
 
-    /// Notes the ranks of the job whose killed processes left no agent, for the agents of the others not to wait for their parts;
-    /// said before an agent is greeted.
-    pub fn set_lost(&mut self, ranks: Vec<u32>) {
-        self.lost = ranks;
+    /// Notes the ranks whose killed processes left no agent, for the agents of the others not to wait for their parts: of as many ranks
+    /// as there are now, and of the start whose step was restored; said before an agent is greeted.
+    pub fn set_lost(&mut self, own: Vec<u32>, followed: Vec<u32>) {
+        self.lost = Missing { own, followed };
     }
 
     /// The sealed steps that this session's memory holds, newest first.
@@ -152,7 +152,7 @@ impl Session {
     /// Lets the predecessor go, now that this session's agent holds what it held.
     pub(super) fn succeed(&mut self) -> Result<()> {
         let Some(mut stream) = self.predecessor.take_if(|_| !self.has_succeeded) else { return Ok(()) };
-        let visit = Visit::Succeed { lost: self.lost.clone() };
+        let visit = Visit::Succeed { lost: self.lost.own.clone() };
         let answer = match say(&mut stream, &visit).and_then(|()| stream.receive()) {
             Ok(Some((frame, _))) => parse(&frame)?,
             Ok(None) => return self.outlive(stream),

@@ -28,8 +28,8 @@ struct Asked {
 }
 
 /// Makes sure that `bytes` of a slot can be copied into without a fault. Where the host lacks the memory, agents of killed
-/// trainers are asked for theirs.
-pub(super) fn fault_in(slot: &mut Slot, bytes: u64, threads: usize) -> Result<()> {
+/// trainers are asked for theirs, by these `words`.
+pub(super) fn fault_in(slot: &mut Slot, bytes: u64, threads: usize, words: &Visit) -> Result<()> {
     let lacks = || mem::available().is_some_and(|left| left < bytes.saturating_add(LEFT));
     let clock = Clock::system();
     let deadline = clock.now() + WAIT;
@@ -38,7 +38,7 @@ pub(super) fn fault_in(slot: &mut Slot, bytes: u64, threads: usize) -> Result<()
             Err(error) if error.kind() == ErrorKind::NoSpace => error,
             populated => return populated,
         };
-        match make_way(PLACES, lacks) {
+        match make_way(PLACES, words, lacks) {
             Asked { some_did: true, .. } => {}
             Asked { later: 0, .. } => return Err(error),
             Asked { later, .. } if clock.now() < deadline => {
@@ -60,7 +60,7 @@ pub(super) fn fault_in(slot: &mut Slot, bytes: u64, threads: usize) -> Result<()
 
 /// Has agents whose places begin with `prefix` let go of what they hold, one after another, while this process `lacks` memory.
 /// Those keep it that have a trainer, a visitor, or a step that is nowhere else, and those whose memory is under other limits.
-fn make_way(prefix: &str, lacks: impl Fn() -> bool) -> Asked {
+fn make_way(prefix: &str, words: &Visit, lacks: impl Fn() -> bool) -> Asked {
     let places = places(prefix).unwrap_or_else(|error| {
         tracing::warn!(%error, "who holds memory on this host cannot be told");
         Vec::new()
@@ -70,7 +70,7 @@ fn make_way(prefix: &str, lacks: impl Fn() -> bool) -> Asked {
         if !lacks() {
             break;
         }
-        match ask(&place) {
+        match ask(&place, words) {
             Ok(Some(answer)) if answer == MADE_WAY => {
                 tracing::info!(
                     place,
@@ -88,12 +88,12 @@ fn make_way(prefix: &str, lacks: impl Fn() -> bool) -> Asked {
 }
 
 /// What the agent at `place` says; one that keeps its memory says nothing.
-fn ask(place: &str) -> Result<Option<Vec<u8>>> {
+fn ask(place: &str, words: &Visit) -> Result<Option<Vec<u8>>> {
     let Some(mut stream) = meet(place, Duration::ZERO)? else { return Ok(None) };
     if !mem::counts_here(stream.peer_process()?) {
         return Ok(None);
     }
     stream.set_patience(PATIENCE)?;
-    say(&mut stream, &Visit::MakeWay)?;
+    say(&mut stream, words)?;
     Ok(stream.receive()?.map(|(frame, _)| frame))
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use forebay_core::{Error, Result};
 
 use super::{Session, crowd};
-use crate::agent::Request;
+use crate::agent::{Request, Visit};
 use crate::arena::{Arena, Held, SLOTS, Slot};
 
 impl Session {
@@ -28,7 +28,8 @@ impl Session {
 
     /// Faults a slot in, and locks it where a device is to copy into it.
     pub(super) fn make_ready(&mut self, slot: &mut Slot, bytes: u64, threads: usize) -> Result<()> {
-        crowd::fault_in(slot, bytes, threads)?;
+        let (after, lost) = (self.hello.after.clone(), self.lost.followed.clone());
+        crowd::fault_in(slot, bytes, threads, &Visit::MakeWay { after, lost })?;
         let Some(device) = &self.device else { return Ok(()) };
         if let Err(error) = slot.pin(device) {
             self.warnings.push(format!("snapshots of device memory are slow: it cannot be locked: {error}"));

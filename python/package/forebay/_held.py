@@ -56,6 +56,8 @@ class Memory:
         """Whether the last `use` used copies that hosts keep for each other."""
         self.lost: list[int] = []
         """The ranks of which the last `use` found no agent on any host, where it found any."""
+        self.lost_before: list[int] = []
+        """The same of the ranks whose step it used."""
         self._visited: dict[str, _native.Predecessor] = {}
         """Whom this rank sees at places of this host, while a `use` lasts."""
 
@@ -135,7 +137,7 @@ class Memory:
         use: Callable[[_native.Step], T],
         words: list[dict[str, Any]],
     ) -> Optional[T]:
-        self.lost = lost_ranks(words)
+        self.lost, self.lost_before = lost_ranks(words), []
         candidate = candidate_of(words, step)
         if candidate is None:
             if any(word["held"] for word in flat(words)):
@@ -158,6 +160,7 @@ class Memory:
             else:
                 self.is_used, self.own_step = is_same, common
                 self.is_of_peers = any(source.is_copy for source in chosen)
+                self.lost_before = [rank for rank, found in enumerate(candidate.sources) if all(one.is_copy for one in found)]
                 return used
         # All ranks alike, as they wait for it together; of its own saves a job knows what becomes of them.
         if is_same and self._ranks.are_spread and all(word["began"] is not None for word in words):

@@ -29,14 +29,14 @@ const ALIGNMENT: usize = 2 << 20;
 pub(crate) struct Replica {
     pub(crate) held: Held,
     pub(crate) memory: Arc<SharedMemory>,
+    /// Whether others may be reading it: then its memory is not written again.
+    is_shared: bool,
 }
 
 /// Those that are whole, the oldest first.
 #[derive(Default)]
 struct Kept {
     replicas: Vec<Replica>,
-    /// Others may be reading them from now on: no memory is written again.
-    is_shown: bool,
     /// Nothing more is kept.
     is_over: bool,
     /// Those who bring some.
@@ -87,9 +87,7 @@ impl Keeper {
         if held.seal.size > memory.len() as u64 {
             return Err(Error::invalid("a copy that is longer than its memory"));
         }
-        let mut kept = self.kept.lock();
-        kept.replicas.push(Replica { held, memory: Arc::new(memory) });
-        kept.is_shown = true;
+        self.kept.lock().replicas.push(Replica { held, memory: Arc::new(memory), is_shared: true });
         Ok(())
     }
 
@@ -108,7 +106,7 @@ impl Keeper {
     /// What it has, the oldest first, for others to read.
     pub(crate) fn show(&self) -> Vec<Replica> {
         let mut kept = self.kept.lock();
-        kept.is_shown = true;
+        kept.replicas.iter_mut().for_each(|replica| replica.is_shared = true);
         kept.replicas.clone()
     }
 
@@ -199,7 +197,7 @@ fn serve(mut stream: FdStream, kept: &Mutex<Kept>, rdma: Option<&Arc<Rdma>>) -> 
         return refuse(&mut stream, "it was given up, or changed on its way".to_owned());
     }
     let Held { rank, seal: Seal { step, size, .. }, .. } = held;
-    put(kept, Replica { held, memory: Arc::new(memory) }, steps);
+    put(kept, Replica { held, memory: Arc::new(memory), is_shared: false }, steps);
     tracing::info!(step, rank, bytes = size, by_card = way.is_direct(), "keeps a copy for another host");
     say(&mut stream, &Answer::Kept)
 }
@@ -219,9 +217,8 @@ fn make_room(kept: &Mutex<Kept>, held: &Held, steps: usize) -> Result<SharedMemo
     {
         let mut kept = kept.lock();
         kept.replicas.retain(|old| (old.held.rank, old.held.name()) != (held.rank, held.name()));
-        let is_shown = kept.is_shown;
         for old in trim(&mut kept.replicas, held.rank, steps.max(1) - 1) {
-            let fits = !is_shown && (length..=2 * length).contains(&old.memory.len());
+            let fits = !old.is_shared && (length..=2 * length).contains(&old.memory.len());
             used = used.or(Arc::try_unwrap(old.memory).ok().filter(|_| fits));
         }
     }

@@ -110,7 +110,7 @@ fn address((port, secret): (u16, String)) -> Address {
 
 /// The steps that are kept, once their bytes were looked at, and the numbers of their memory.
 fn look(replicas: &[Replica]) -> Vec<(u64, u64)> {
-    let look = |Replica { held, memory }: &Replica| {
+    let look = |Replica { held, memory, .. }: &Replica| {
         let size = held.seal.size as usize;
         let mapping = memory.map_read(0..size).expect("a copy");
         assert!(mapping.as_ref()[HEADER..].iter().all(|byte| u64::from(*byte) == held.seal.step));
@@ -144,6 +144,12 @@ fn the_newest_copies_are_kept_and_memory_is_used_again_until_it_is_shown() {
     assert!(rank.copies(5, 20 << 20) && rank.copies(6, 100) && steps(&keeper) == [5, 6]);
     assert!(mapped[0].as_ref()[HEADER..].iter().all(|byte| *byte == 3), "who looks at it has it");
     look(&shown);
+    drop(shown);
+    // What came since is used again as before.
+    assert!(rank.copies(7, 20 << 20) && rank.copies(8, 20 << 20));
+    let third = look(&keeper.kept());
+    assert!(rank.copies(9, 20 << 20) && look(&keeper.kept())[1].1 == third[0].1);
+    assert!(rank.copies(5, 20 << 20) && rank.copies(6, 100));
     keeper.retain(START, |_| false);
     assert_eq!(steps(&keeper), [5, 6], "the start goes on");
     keeper.retain("another", |step| step.step == 6);
