@@ -59,7 +59,8 @@ class Found(NamedTuple):
     step: int
     history: History
     is_right: bool
-    tier: Optional[str]
+    whence: Optional[str]
+    """The tier, and why none that is nearer."""
 
 
 class Told(NamedTuple):
@@ -82,8 +83,9 @@ def start(place: str, number: int, size: int, options: dict[str, Any], pause_s: 
         state = blank()
         with forebay.Checkpointer(place, every=1, rng=False, replicated=["*"], linger=120, **options) as checkpointer:
             step = checkpointer.restore(state) or 0
-            tier = checkpointer.restored.tier if checkpointer.restored else None
-            report(f"restored {json.dumps(Found(step, state['history'], is_right(state), tier))}")
+            restored = checkpointer.restored
+            whence = None if restored is None else f"{restored.tier} {restored.passed_over}"
+            report(f"restored {json.dumps(Found(step, state['history'], is_right(state), whence))}")
             saves: list[forebay.Save] = []
             while step < LAST:
                 step += 1
@@ -202,7 +204,8 @@ def run(place: str, options: dict[str, Any], chance: random.Random) -> None:
         for restored in found:
             assert restored[:2] == found[0][:2], f"start {number}: ranks differ: {found}"
             assert restored.is_right, f"start {number}: wrong bytes"
-            assert least <= restored.step <= saving, f"start {number}: {restored} of {least} to {saving}"
+            sought = f"{least} to {saving}, durable {durable}, sealed {sealed}"
+            assert least <= restored.step <= saving, f"start {number} of {sizes}: {restored} of {sought}"
             assert not restored.step or restored.history[-1][0] == restored.step
         have_agents_died = have_agents_died or has_killed
         sealed = max(sealed, min(rank.newest("sealed") for rank in told))
