@@ -113,7 +113,7 @@ class Hosts:
         started = []
         for host in (0, 1):
             # Who is gone is not waited for long.
-            hurry = "" if lost is None else ",last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"
+            hurry = "" if lost is None else ",last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8"
             own = f"--rdzv-conf=is_host={1 - host}{hurry}", f"--local-addr=10.91.7.{host + 1}"
             nodes = "--nnodes=2" if lost is None else "--nnodes=1:2"
             torchrun = [sys.executable, "-m", "torch.distributed.run", nodes, "--nproc-per-node=2", *place, *own]
