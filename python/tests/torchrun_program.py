@@ -183,7 +183,7 @@ def act_shrink(folder: Path, rank: int) -> dict[str, Any]:
     """Trains, from where an earlier start of more ranks got to."""
     fate, state, world_size = folder / "kill", sharded(), dist.get_world_size()
     is_last = os.environ["GROUP_RANK"] == str(world_size // int(os.environ["LOCAL_WORLD_SIZE"]) - 1)
-    with forebay.Checkpointer(folder / "run", every=1, rng=False, replicas=1) as checkpointer:
+    with forebay.Checkpointer(folder / "run", every=1, rng=False, replicas=1, linger=120) as checkpointer:
         start = checkpointer.restore(state) or 0
         for step in range(start + 1, LAST + 1):
             train_alike(state, step)
