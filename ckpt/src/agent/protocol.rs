@@ -209,7 +209,7 @@ pub enum Visit {
     /// [`MAKES_WAY_LATER`] where it is still on its way to the store.
     MakeWay {
         /// The starts that the asker comes after, by the beginnings of their nonces: what one of these holds it has restored, or
-        /// something later.
+        /// has no use for any more.
         #[serde(default)]
         after: Vec<String>,
         /// Ranks of the last of these whose agents are nowhere any more.

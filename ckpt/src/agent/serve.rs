@@ -29,7 +29,7 @@ use super::flusher::{Flusher, Work, disk_hangs};
 use super::holdings::Holdings;
 use super::pace::Pace;
 use super::protocol::{MADE_WAY, MAKES_WAY_LATER, Replication, now_us};
-use super::replicas::{Keeper, Outbox, Sender};
+use super::replicas::{Keeper, Outbox, Sender, without_copies};
 use super::source::Source;
 use super::trainer::Trainer;
 use super::{Hello, Reply, Request, Told, VISIT_VERSION, Visit};
@@ -86,7 +86,7 @@ fn serve_on(runtime: &Runtime, mut stream: FdStream, pace: Arc<Pace>, notice: Op
     let mut desk = Desk::new(&hello, trainer.clone(), saves, copies.clone(), notice);
     if let Some(replication) = &hello.replication {
         let others = Others::new(replication, hello.place().0, &trainer, &pace);
-        desk.others = others.inspect_err(|error| trainer.tell(&no_replicas(error))).ok();
+        desk.others = others.inspect_err(|error| trainer.tell(&without_copies(error))).ok();
         trainer.tell(&Reply::Keeps(desk.others.as_ref().map(|others| others.keeper.address())));
     }
     let flusher = tasks.spawn("flush", Flusher::new(*hello, trainer, copies).settle_all(queue));
@@ -116,11 +116,6 @@ fn parse(frame: &[u8]) -> Result<Request> {
         .map_err(|error| Error::invalid(format!("a request does not parse: {error}")))
 }
 
-fn no_replicas(error: &Error) -> Reply {
-    let message = format!("saves go on without copies in another host's memory (replicas): {error}");
-    Reply::Warning { message }
-}
-
 /// The agents of other hosts: what is kept for them, and what they keep.
 struct Others {
     keeper: Keeper,
@@ -128,7 +123,7 @@ struct Others {
 }
 
 impl Others {
-    /// Opens the port to which they come, and tells the trainer of it.
+    /// Opens the port to which they come.
     fn new(replication: &Replication, rank: u32, trainer: &Trainer, pace: &Arc<Pace>) -> Result<Self> {
         let rdma = replication.cards.parse().and_then(|cards| Rdma::open(&cards, rank as usize));
         let rdma = rdma.unwrap_or_else(|error| {
@@ -323,7 +318,7 @@ impl Desk {
 
     /// Lets go of all memory for saves that lack it, if nothing is lost by that; whether it did.
     fn make_way(&mut self, after: &[String], lost: Vec<u32>, mut visitor: FdStream) -> bool {
-        // Its trainers have what is held here, or something later.
+        // Its trainers have what is held here, or went on from something else, and have no use for it.
         let is_followed = after.iter().any(|start| start == attempt_of(&self.hello.start.nonce));
         if is_followed {
             self.trainer.set_lost(lost);

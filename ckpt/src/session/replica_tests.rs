@@ -208,3 +208,29 @@ fn nobody_waits_for_a_rank_that_was_lost_before_it_stored_its_part() {
     own.join().expect("agent").expect("served");
     assert_eq!(fixture.steps(), [(1, 1, false)]);
 }
+
+#[test]
+fn a_copy_that_was_damaged_is_not_passed_on_and_that_is_told() {
+    let (mut fixture, test) = (Fixture::new(), "damaged");
+    let mut pair = pair(&mut fixture, test);
+    assert_eq!(saves(&mut pair, 1), [true; 2]);
+    pair.sessions.iter_mut().for_each(Session::disconnect);
+    let mut found = wait_for(&place_of(test, 0));
+    let mut held = found.kept[0].shown.read().expect("as it was sealed");
+    held.seal.created_ms += 1;
+    found.kept[0].shown.told = serde_json::to_vec(&held).expect("encodes");
+    let mut next = fixture.unattached(None);
+    prepared(test, 0, &mut next);
+    next.adopt(found, true).expect("adopt");
+    assert!(next.elsewhere.inherited.is_empty());
+    let warnings = next.take_warnings();
+    let [warning] = &warnings[..] else { panic!("{warnings:?}") };
+    assert!(warning.contains("a copy of what rank 1 sealed is not kept on"), "{warning}");
+    pair.agents.push(attach(&mut next));
+    next.dismiss();
+    let mut other = fixture.unattached(None);
+    other.adopt(wait_for(&place_of(test, 1)), false).expect("adopt");
+    pair.agents.push(attach(&mut other));
+    other.dismiss();
+    pair.agents.into_iter().for_each(|agent| agent.join().expect("agent").expect("served"));
+}

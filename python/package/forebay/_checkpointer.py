@@ -109,12 +109,14 @@ class Checkpointer(Saver):
     Ranks of several hosts meet through torch.distributed, which is set up by then, and reach each other by TCP, at ports of
     their choice, unencrypted. What several want is read of the store once, and sent from host to host; where one cannot be
     reached the others read for themselves, with a warning. A killed job goes on from the memory of its hosts, whichever of them
-    each rank is on now, and however many there are; where one of them is lost, from what others hold of it (`replicas`), else from the store.
+    each rank is on now, and however many there are; where one of them is lost, from what others hold of it (`replicas`), else from
+    the store.
 
     Where another one of its URL and rank is in use in this process (a notebook's cell that runs again), a new one with a
     schedule or `on_signal` closes that, and restores what it sealed; any other does so once it restores or saves.
 
-    Host memory: two copies of what this rank saves (`snapshots`), and as much for another host's (`replicas`), whose size is told before the first save (`prepare`).
+    Host memory: two copies of what this rank saves (`snapshots`), and as much for another host's (`replicas`), whose size is told
+    before the first save (`prepare`).
     """
 
     skipped = 0

@@ -16,6 +16,7 @@ use forebay_io::net::FdStream;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::Reply;
 use crate::arena::Held;
 
 pub(super) use keeper::Keeper;
@@ -47,6 +48,12 @@ enum Answer {
     Refused { reason: String },
     /// This agent ends, as its part of the job is done.
     Over,
+}
+
+/// What is told where there are no copies.
+pub(super) fn without_copies(error: &Error) -> Reply {
+    let message = format!("saves go on without copies in another host's memory (replicas): {error}");
+    Reply::Warning { message }
 }
 
 fn say(stream: &mut FdStream, words: &impl Serialize) -> Result<()> {

@@ -14,7 +14,7 @@ use super::super::copy::{Copy, Health, Ticket, copy};
 use super::super::pace::Pace;
 use super::super::protocol::now_us;
 use super::super::trainer::Trainer;
-use super::{Answer, Offer, PATIENCE, VERSION, parse, say};
+use super::{Answer, Offer, PATIENCE, VERSION, parse, say, without_copies};
 use crate::agent::Reply;
 use crate::arena::{Held, slot_range};
 use crate::local::patience;
@@ -172,8 +172,7 @@ impl Sender {
         };
         tracing::warn!(%error, "no copy in another host's memory");
         if !std::mem::replace(&mut self.is_told, true) {
-            let message = format!("saves go on without copies in another host's memory (replicas): {error}");
-            self.trainer.tell(&Reply::Warning { message });
+            self.trainer.tell(&without_copies(&error));
         }
     }
 }
