@@ -7,7 +7,7 @@
 
 use std::collections::VecDeque;
 use std::num::NonZeroU64;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -555,18 +555,18 @@ impl Session {
         if !self.announced.as_ref().is_some_and(|announced| Arc::ptr_eq(announced, memory)) {
             self.arenas_sent += 1;
             let (arena, slot_bytes) = (self.arenas_sent, memory.len() / SLOTS);
-            self.send(&Request::Arena { arena, slot_bytes }, Some(memory))?;
+            self.send(&Request::Arena { arena, slot_bytes }, Some(memory.as_fd()))?;
             self.announced = Some(memory.clone());
         }
         self.send(&what(Box::new(Told { arena: self.arenas_sent, held })), None)
     }
 
-    fn send(&mut self, request: &Request, memory: Option<&SharedMemory>) -> Result<()> {
+    fn send(&mut self, request: &Request, fd: Option<BorrowedFd<'_>>) -> Result<()> {
         let frame =
             serde_json::to_vec(request).map_err(|error| Error::bug(format!("encode a request: {error}")))?;
         let gone = || Error::new(ErrorKind::Unavailable, "the checkpoint agent is gone");
         let stream = self.stream.as_mut().ok_or_else(gone)?;
-        let sent = stream.send(&frame, memory.map(AsFd::as_fd));
+        let sent = stream.send(&frame, fd);
         sent.map_err(|error| {
             self.stream = None;
             gone().with_source(error)

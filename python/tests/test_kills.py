@@ -64,11 +64,12 @@ def start(place: Path, world_size: int, is_last: bool, snapshots: int = 2) -> li
         state = parts(1 + rank)
         report("begun")
         # Killed before all ranks had sealed their first step, before a sealed one was known to be durable, or before its agent was
-        # up, which came to the store after its successor then.
+        # up, which came to the store after its successor then. Of a step that was not sealed by all, nothing is left by some.
         for words in (
             "nothing is restored: arena: not all ranks hold the step",
             "which a killed trainer had sealed, may not be",
             "which a killed trainer had sealed, was not saved by its agent: a later start of this run",
+            "which a killed trainer had sealed, was not saved by its agent: .* left nobody who would store its part",
         ):
             warnings.filterwarnings("ignore", f".*{words}", forebay.CheckpointWarning)
         try:

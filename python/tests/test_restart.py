@@ -7,6 +7,8 @@ import mmap
 import os
 import random
 import signal
+import socket
+import struct
 import threading
 import time
 import warnings
@@ -113,6 +115,32 @@ def test_a_killed_trainer_goes_on_without_the_store(tmp_path: Path) -> None:
     with forebay.Checkpointer(run) as after:
         assert after.restore(state) == 4 and after.restored is not None
         assert after.restored.tier == "store", "a trainer that is done leaves nothing"
+
+
+def test_the_place_where_agents_are_found_is_handed_from_one_to_the_next(tmp_path: Path) -> None:
+    name = f"\0{_native.PLACES}{_held.digest(os.getuid(), _held.store_name(f'file://{tmp_path}'))}-0-1"
+
+    def holder() -> int:
+        """The process that visitors are told to find there: its memory is what they ask to be let go of."""
+        with socket.socket(socket.AF_UNIX) as visitor:
+            visitor.connect(name)
+            return int(struct.unpack("iII", visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+    def work(report: Report) -> None:
+        state, restored_, checkpointer = restored(tmp_path)
+        state["n"], state["t"] = restored_.step + 1, state["t"] + 1
+        checkpointer.step(restored_.step + 1, state).wait_durable(60)
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    agents = [kill(held_until(tmp_path, 1))]
+    for _ in range(3):
+        assert holder() == agents[-1]
+        agents.append(kill(Child(work)))
+    assert holder() == agents[-1] and len(set(agents)) == 4
+    end(agents[-1])
+    with pytest.raises(ConnectionRefusedError):
+        holder()
 
 
 def test_a_directory_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

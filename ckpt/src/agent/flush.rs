@@ -331,7 +331,7 @@ async fn commit_together(
         let stored: Vec<(u32, Timestamp)> = of(Note::Index).map(|(key, at)| (key.rank, *at)).collect();
         let lacks = |rank| !stored.iter().any(|(other, _)| *other == rank);
         if let Some(lost) = leave.trainer.lost_rank(lacks) {
-            return refused(format!("rank {lost} was lost with its host before its part was stored"));
+            return refused(format!("rank {lost} is gone, and left nobody who would store its part"));
         }
         let mut may_wait = false;
         if stored.len() == member.world_size as usize {

@@ -168,6 +168,9 @@ pub enum Request {
     },
     /// Hold this for a rank of another host, as the agent before this one did; its memory's descriptor comes with the frame.
     Inherit(Box<Held>),
+    /// The agent before this one hands the place at which it is found over to this one, at the other end of the connection whose
+    /// descriptor comes with the frame.
+    InheritPlace,
     /// What is sealed from now on is to be held by the agent at this address as well.
     ReplicateTo(Address),
     /// The trainer does nothing until this save is settled.
@@ -199,7 +202,8 @@ pub enum Visit {
         /// [`VISIT_VERSION`]; another one gets no answer.
         version: u32,
     },
-    /// I hold it now: tell me, as replies, what becomes of the saves under way, and end.
+    /// I hold it now: tell me, as replies, what becomes of the saves under way, and end. The place where you are found is for who is
+    /// at the other end of the connection whose descriptor comes with the frame.
     Succeed {
         /// Ranks whose agents are nowhere any more: what they did not store by now they never will.
         #[serde(default)]

@@ -214,6 +214,11 @@ impl Desk {
                     keeper.inherit(*held, fd)?;
                 }
             }
+            Request::InheritPlace => {
+                if let Some(fd) = fd {
+                    self.door.inherit(FdStream::new(fd.into()))?;
+                }
+            }
             Request::ReplicateTo(address) => {
                 self.others.iter().for_each(|others| others.outbox.set_address(address.clone()));
             }
@@ -266,7 +271,7 @@ impl Desk {
     fn await_successor(&mut self) -> Result<()> {
         let has_any = !self.holdings.is_empty() || !self.kept_steps().is_empty();
         let is_held = has_any && !self.linger.is_zero();
-        if !is_held || !self.door.open() && !self.door.take_over(&self.hello.start) {
+        if !is_held || !self.door.claim(&self.hello.start) {
             self.door.close();
             return Ok(());
         }
@@ -289,7 +294,7 @@ impl Desk {
                 false => self.door.next(left, self.notice.as_ref().map(AsFd::as_fd)),
             };
             match next? {
-                Some((Visit::Look { version }, mut visitor)) if version == VISIT_VERSION => {
+                Some((Visit::Look { version }, mut visitor, _)) if version == VISIT_VERSION => {
                     let start = (&self.hello.start, self.hello.after.as_slice());
                     let is_durable = |save| self.trainer.is_durable(save);
                     let kept = self.others.as_ref().map_or_else(Vec::new, |others| others.keeper.show());
@@ -297,18 +302,20 @@ impl Desk {
                         self.door.keep(visitor);
                     }
                 }
-                Some((Visit::Succeed { lost }, visitor)) => {
-                    // The successor's own agent has the place from now on.
-                    self.door.close();
+                Some((Visit::Succeed { lost }, visitor, heir)) => {
+                    self.door.hand_over(heir);
                     self.trainer.set_lost(lost);
-                    return self.trainer.hand_over(visitor);
+                    if let Err(error) = self.trainer.hand_over(visitor) {
+                        tracing::info!(%error, "the successor was killed; its agent has what was held");
+                    }
+                    return Ok(());
                 }
-                Some((Visit::MakeWay { after, lost }, visitor)) => {
+                Some((Visit::MakeWay { after, lost }, visitor, _)) => {
                     if self.make_way(&after, lost, visitor) {
                         return Ok(());
                     }
                 }
-                Some((Visit::Look { .. }, _)) | None => {}
+                Some((Visit::Look { .. }, ..)) | None => {}
             }
             if was_watched || self.door.is_watched() {
                 vigil.begin_anew(clock.now());
@@ -584,6 +591,47 @@ mod tests {
             for trainer in [first_trainer, second_trainer] {
                 trainer.tell(&Reply::Durable { save: 1, at_us: 0 });
             }
+        }
+    }
+
+    /// A start that looked once its predecessor's trainer was killed, and before that one's agent had the place, found nobody and
+    /// took an older step from the store.
+    #[test]
+    fn the_place_is_handed_over_and_who_stands_there_is_answered() {
+        for is_said in [true, false] {
+            let place = format!("forebay-test-handed-{is_said}-{}", std::process::id());
+            let Sealed { desk: first, session, .. } = Sealed::by(&place, 600_000, ("aa", 1));
+            session.shutdown();
+            let come = || meet(&place, LONG).expect("meet").expect("somebody has the place");
+            let look = |mut visitor: FdStream| {
+                say(&mut visitor, &Visit::Look { version: VISIT_VERSION }, None);
+                let (frame, _) = visitor.receive().expect("receive").expect("an answer");
+                visitor.receive().expect("receive").expect("the step");
+                (serde_json::from_slice::<crate::agent::Answer>(&frame).expect("an answer").start, visitor)
+            };
+            let (_, mut successor) = look(come());
+            let Sealed { desk: second, trainer, session: mut own, .. } = Sealed::by(&place, 100, ("bb", 2));
+            let (heir_of, heir) = FdStream::pair().expect("pair");
+            let inherit = serde_json::to_vec(&Request::InheritPlace).expect("encodes");
+            own.send(&inherit, Some(heir_of.as_fd())).expect("send");
+            drop(heir_of);
+            // The trainer is killed, and its last words are heard once the next start looks.
+            own.shutdown();
+            let mut standing = Vec::new();
+            if is_said {
+                standing.push(come());
+                let words = serde_json::to_vec(&Visit::Succeed { lost: Vec::new() }).expect("encodes");
+                successor.send(&words, Some(heir.as_fd())).expect("send");
+                standing.push(come());
+            }
+            drop((heir, successor));
+            first.join().expect("the desk").expect("served");
+            standing.push(come());
+            for visitor in standing {
+                assert_eq!(look(visitor).0, "bb".repeat(16));
+            }
+            trainer.tell(&Reply::Durable { save: 1, at_us: 0 });
+            second.join().expect("the desk").expect("served");
         }
     }
 

@@ -151,9 +151,18 @@ impl Session {
 
     /// Lets the predecessor go, now that this session's agent holds what it held.
     pub(super) fn succeed(&mut self) -> Result<()> {
-        let Some(mut stream) = self.predecessor.take_if(|_| !self.has_succeeded) else { return Ok(()) };
+        if self.predecessor.is_none() || self.has_succeeded {
+            return Ok(());
+        }
+        // From agent to agent: a trainer that is killed amid this is not missed there.
+        let (heir_of, heir) = FdStream::pair()?;
+        self.send(&Request::InheritPlace, Some(heir_of.as_fd()))?;
+        drop(heir_of);
+        let Some(mut stream) = self.predecessor.take() else { return Ok(()) };
         let visit = Visit::Succeed { lost: self.lost.own.clone() };
-        let answer = match say(&mut stream, &visit).and_then(|()| stream.receive()) {
+        let said = say(&mut stream, &visit, Some(heir.as_fd()));
+        drop(heir);
+        let answer = match said.and_then(|()| stream.receive()) {
             Ok(Some((frame, _))) => parse(&frame)?,
             Ok(None) => return self.outlive(stream),
             Err(_) if stream.readable(Duration::ZERO)? => return self.outlive(stream),

@@ -51,12 +51,7 @@ fn visit(place: &str) -> Option<Predecessor> {
 
 /// Visits once an agent opened the door.
 pub(super) fn wait_for(place: &str) -> Predecessor {
-    loop {
-        match visit(place) {
-            Some(found) => return found,
-            None => std::thread::sleep(Duration::from_millis(10)),
-        }
-    }
+    visit(place).expect("an agent waits")
 }
 
 #[test]
@@ -89,8 +84,7 @@ fn a_killed_trainers_steps_are_read_and_taken_over() {
     let third = second.seal(filled, 3, None, 0, Vec::new()).expect("seal");
     assert!(matches!(settle(&mut second, &third), Progress::Durable));
     second.disconnect();
-    // Its agent may be about to open the door that the one before it closed.
-    let found = wait_for(&place);
+    let found = visit(&place).expect("its agent has the place of the one before it");
     assert_eq!(numbers(&found.held()), [3, 2]);
     assert_eq!(read(&found, &found.held()[0]).expect("step 3"), vec![3; 100]);
     assert_eq!(read(&found, &found.held()[1]).expect("step 2"), vec![2; 5000]);
@@ -332,7 +326,7 @@ fn a_sealed_step_whose_agent_died_before_it_was_saved_is_told() {
         let filled = snapshot(&mut second, 1000, 8);
         assert_ne!(second.arena.as_ref().expect("arena").memory().id(), left);
         second.abandon(filled);
-        predecessor::say(&mut living, &crate::agent::Visit::Succeed { lost: Vec::new() }).expect("say");
+        predecessor::say(&mut living, &crate::agent::Visit::Succeed { lost: Vec::new() }, None).expect("say");
         agent.join().expect("agent").expect("served");
         second.dismiss();
         own.join().expect("agent").expect("served");
@@ -600,7 +594,7 @@ fn what_a_living_trainers_memory_holds_is_open_to_its_job_while_it_is_shown() {
     assert_eq!(taken.kind(), ErrorKind::Exists);
     let visitors = [(); 3].map(|()| visit(&place).expect("it is open"));
     let mut successor = meet(&place, Duration::ZERO).expect("meet").expect("it is open");
-    say(&mut successor, &Visit::Succeed { lost: Vec::new() }).expect("say");
+    say(&mut successor, &Visit::Succeed { lost: Vec::new() }, None).expect("say");
     assert!(!matches!(successor.receive(), Ok(Some(_))), "nobody takes over what is in use");
     // As a child that was forked meanwhile has it.
     let elsewhere = opened.stop.as_ref().expect("open").share();

@@ -94,6 +94,6 @@ fn ask(place: &str, words: &Visit) -> Result<Option<Vec<u8>>> {
         return Ok(None);
     }
     stream.set_patience(PATIENCE)?;
-    say(&mut stream, words)?;
+    say(&mut stream, words, None)?;
     Ok(stream.receive()?.map(|(frame, _)| frame))
 }

@@ -42,7 +42,7 @@ impl Session {
         let mut show = move || -> Result<()> {
             while !end.readable(Duration::ZERO)? {
                 // Whoever wants to take it over is let go.
-                if let Some((Visit::Look { version: VISIT_VERSION }, mut visitor)) =
+                if let Some((Visit::Look { version: VISIT_VERSION }, mut visitor, _)) =
                     door.next(TICK, Some(end.as_fd()))?
                 {
                     // One that leaves early is its own concern.

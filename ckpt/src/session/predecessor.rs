@@ -1,6 +1,7 @@
 //! What the agent of a killed trainer holds, as its successor sees it, and the other ranks of the job; or what a rank of
 //! this job shows them of its own memory.
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -93,7 +94,7 @@ impl Predecessor {
     }
 
     fn look(mut stream: FdStream) -> Result<Option<Self>> {
-        say(&mut stream, &Visit::Look { version: VISIT_VERSION })?;
+        say(&mut stream, &Visit::Look { version: VISIT_VERSION }, None)?;
         let Some((frame, _)) = stream.receive()? else { return Ok(None) };
         let Answer { start, started_ms, held: steps, mut durable, after, kept: of_others } = parse(&frame)?;
         if steps.len() > MAX_HELD || of_others.len() > MAX_KEPT {
@@ -214,10 +215,10 @@ fn held_of(step: &HeldStep, told: &[u8]) -> Result<Held> {
     Ok(held)
 }
 
-/// Sends a visitor's words.
-pub(super) fn say(stream: &mut FdStream, visit: &impl Serialize) -> Result<()> {
+/// Sends a visitor's words, with a descriptor if one is given.
+pub(super) fn say(stream: &mut FdStream, visit: &impl Serialize, fd: Option<BorrowedFd<'_>>) -> Result<()> {
     let frame = serde_json::to_vec(visit).map_err(|error| Error::bug(format!("encode a visit: {error}")))?;
-    stream.send(&frame, None)
+    stream.send(&frame, fd)
 }
 
 /// Reads an agent's words.

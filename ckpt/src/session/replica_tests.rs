@@ -201,7 +201,7 @@ fn nobody_waits_for_a_rank_that_was_lost_before_it_stored_its_part() {
         let fact = format!(
             "step {step}, which a killed trainer had sealed, was not saved by its agent: step {step} was not"
         );
-        assert!(warning.contains(&fact) && warning.contains("rank 0 was lost with its host"), "{warning}");
+        assert!(warning.contains(&fact) && warning.contains("rank 0 is gone, and left nobody"), "{warning}");
     }
     next.dismiss();
     pair.sessions[0].dismiss();

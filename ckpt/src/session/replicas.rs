@@ -1,5 +1,6 @@
 //! What hosts hold for each other: where this rank's parts are kept, and what its agent keeps for others.
 
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -79,7 +80,7 @@ impl Session {
         for index in 0..self.elsewhere.inherited.len() {
             let (held, memory) = &self.elsewhere.inherited[index];
             let (request, memory) = (Request::Inherit(Box::new(held.clone())), memory.clone());
-            self.send(&request, Some(&memory))?;
+            self.send(&request, Some(memory.as_fd()))?;
         }
         match self.elsewhere.to.clone() {
             Some(address) => self.send(&Request::ReplicateTo(address), None),

@@ -3,7 +3,7 @@
 //! A name is an abstract unix socket: it is gone with the process that holds it, and leaves no file behind. Whoever
 //! connects from another user is turned away.
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::time::Duration;
@@ -15,6 +15,9 @@ use crate::clock::Clock;
 
 /// The pause between two looks at a name that nobody holds yet, or between two looks for a visitor.
 const PAUSE: Duration = Duration::from_millis(10);
+
+/// Visitors that wait to be welcomed at most: as many as the kernel allows.
+const BACKLOG: i32 = 4096;
 
 /// A name that this process holds, for others to connect to.
 #[derive(Debug)]
@@ -36,6 +39,16 @@ impl Meeting {
             _ => Error::from(error).context(format!("hold the meeting place `{name}`")),
         })?;
         listener.set_nonblocking(true)?;
+        Ok(Self { name: name.to_owned(), listener })
+    }
+
+    /// Goes on holding `name`, which another process held and passed on as the descriptor of its [`Meeting`]: whoever came
+    /// meanwhile waits there, and whoever comes from now on finds this process.
+    pub fn handed(name: &str, place: OwnedFd) -> Result<Self> {
+        let listener = UnixListener::from(place);
+        // The kernel names to visitors the process that listened last.
+        rustix::net::listen(&listener, BACKLOG)
+            .map_err(|error| Error::from(std::io::Error::from(error)).context(format!("hold `{name}` on")))?;
         Ok(Self { name: name.to_owned(), listener })
     }
 
@@ -132,7 +145,12 @@ mod tests {
         visitor.send(b"hello", None).expect("send");
         assert_eq!(FdStream::readable_among(&[&host], Duration::from_secs(60)).expect("poll"), [0]);
         assert_eq!(host.receive().expect("receive").expect("frame").0, b"hello");
+        let handed = Meeting::handed(&name, meeting.as_fd().try_clone_to_owned().expect("a descriptor"))
+            .expect("it is");
         drop(meeting);
+        let _visitor = meet(&name, Duration::ZERO).expect("meet").expect("it is held on");
+        handed.welcome(Duration::from_secs(60)).expect("look").expect("a visitor");
+        drop(handed);
         assert!(meet(&name, Duration::ZERO).expect("meet").is_none());
         assert!(places(&name).expect("look").is_empty());
         Meeting::hold(&name).expect("free again");
