@@ -15,6 +15,7 @@
 mod keys;
 mod steps;
 mod watch;
+mod under_way;
 mod run;
 mod commit;
 mod round;
@@ -47,6 +48,7 @@ pub use run::{
     Run, Start, begin_run, find_run, newest_number, newest_run, refuse_if_superseded, superseded_by,
 };
 pub use steps::{StepInfo, StepName, find_step, list_steps, load_manifest};
+pub use under_way::{RankNews, RankState, UnderWay, under_way};
 pub use uploads::LEAST_AGE;
 pub(crate) use uploads::{
     OLD, SECOND_LOOK, abort as abort_uploads, abort_uploads_to, find_dead_uploads, still_dead,

@@ -314,13 +314,13 @@ fn join(tensor: &mut Tensor, other: Tensor) -> Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::catalog::{Start, begin_run};
     use crate::manifest::{Checksum, Identity, Shard, ShardKey, Slice, SliceKind};
 
     /// Four bytes of eight that two ranks hold alike, as one of them stored them in step 5.
-    fn index_of(run: &Run, rank: u32) -> Manifest {
+    pub(in crate::catalog) fn index_of(run: &Run, rank: u32) -> Manifest {
         let (attempt, layout) = (run.attempt().to_owned(), "0a0a0a0a".to_owned());
         let (step, incarnation, first) = (5, run.incarnation, u64::from(rank) * 4);
         let key = ShardKey { step, incarnation, attempt, rank, save: 1, layout }.object();

@@ -1,5 +1,6 @@
 //! `forebay ckpt`: what a bucket of checkpoints holds, and whether it is whole. What changes it is in `ckpt_keep`,
-//! what compares and waits in `ckpt_compare`, what converts in `ckpt_convert`, what `show` prints in `ckpt_show`.
+//! what compares and waits in `ckpt_compare`, what is on its way in `ckpt_ranks`, what converts in `ckpt_convert`, what
+//! `show` prints in `ckpt_show`.
 
 use std::collections::HashSet;
 use std::process::ExitCode;
@@ -17,6 +18,7 @@ use serde_json::json;
 use super::ckpt_compare::{self, DiffArguments, WatchArguments};
 use super::ckpt_convert::{self, ConvertArguments};
 use super::ckpt_keep::{self, GcArguments, PinArguments, RmArguments};
+use super::ckpt_ranks::{self, RanksArguments};
 use super::ckpt_show::describe;
 use crate::arguments::Global;
 use crate::settings::Settings;
@@ -40,6 +42,8 @@ pub(crate) enum CkptCommand {
     Convert(ConvertArguments),
     /// Print each step as it is committed.
     Watch(WatchArguments),
+    /// Tell which ranks a step that is being saved waits for.
+    Ranks(RanksArguments),
     /// Delete steps.
     Rm(RmArguments),
     /// Keep a step, whatever retention says.
@@ -106,6 +110,10 @@ pub(crate) fn run(global: &Global, command: &CkptCommand) -> Result<ExitCode> {
                 ckpt_compare::compare(sides, arguments.read, global.json).await
             }
             CkptCommand::Watch(arguments) => ckpt_compare::watch(&settings, arguments, global.json).await,
+            CkptCommand::Ranks(arguments) => {
+                let bucket = open(whole(&arguments.url)?, &settings).await?;
+                ckpt_ranks::show(&bucket, global.json).await
+            }
             CkptCommand::Rm(arguments) => {
                 let (url, steps) = arguments.named()?;
                 ckpt_keep::rm(&open_to_change(url, &settings).await?, &steps, global.json).await

@@ -16,6 +16,7 @@ pub(crate) mod trash;
 pub(crate) mod quota;
 pub(crate) mod doctor;
 pub(crate) mod ckpt_keep;
+pub(crate) mod ckpt_ranks;
 pub(crate) mod ckpt_compare;
 pub(crate) mod ckpt_convert;
 pub(crate) mod ckpt_show;
