@@ -36,6 +36,8 @@ pub struct CacheSettings {
     /// origin is asked, and the disk is left alone for 30 s. What is written has six times as long, and is skipped then.
     /// Default 5,000: a disk that works takes tens of them.
     pub disk_deadline_ms: u64,
+    /// Whether blocks are read from the disk by io_uring(7), where the kernel has it, and not by threads that wait.
+    pub io_uring: bool,
     /// Hosts that share the blocks that they have. Default none.
     pub peers: PeerSettings,
 }
@@ -51,6 +53,7 @@ impl Default for CacheSettings {
             fetch_bytes: 64 * MIB,
             store_bytes: 64 * MIB,
             disk_deadline_ms: 5_000,
+            io_uring: true,
             peers: PeerSettings::default(),
         }
     }

@@ -4,7 +4,7 @@
 pub mod clock;
 pub mod rng;
 pub mod lock_file;
-mod disk;
+pub mod disk;
 pub mod files;
 pub mod task;
 pub mod host;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use forebay_core::units::{KIB, MIB};
 use forebay_core::{BLOCK_SIZE, ErrorKind};
-use forebay_io::files::open_direct;
+use forebay_io::disk::open_direct;
 use forebay_io::rng::Rng;
 use forebay_io::task::Stop;
 use futures::stream;
@@ -51,20 +51,24 @@ pub(super) async fn fill_all(node: &Node, blob: &TestBlob, pin: bool) -> Vec<Fil
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn blocks_evicted_from_memory_come_back_from_disk() {
-    let (world, directory) = (World::new(), temporary());
-    let blob = world.put("k", 10 * BLOCK_SIZE).await;
-    let node = world.open(settings(directory.path(), 256 * MIB)).await;
-    assert!(fill_all(&node, &blob, false).await.iter().all(|filled| matches!(filled, Filled::Origin { .. })));
-    assert!(fill_all(&node, &blob, false).await.iter().all(|filled| *filled == Filled::Disk));
-    world.faults.set_down(true);
-    for _ in 0..2 {
-        blob.check_all(&*node).await;
+    for io_uring in [true, false] {
+        let (world, directory) = (World::new(), temporary());
+        let blob = world.put("k", 10 * BLOCK_SIZE).await;
+        let node = world.open(CacheSettings { io_uring, ..settings(directory.path(), 256 * MIB) }).await;
+        assert!(
+            fill_all(&node, &blob, false).await.iter().all(|filled| matches!(filled, Filled::Origin { .. }))
+        );
+        assert!(fill_all(&node, &blob, false).await.iter().all(|filled| *filled == Filled::Disk));
+        world.faults.set_down(true);
+        for _ in 0..2 {
+            blob.check_all(&*node).await;
+        }
+        let counters = node.counters();
+        assert_eq!((world.gets(), counters.disk_writes), (10, 10));
+        assert!(counters.disk_hits >= 12, "{counters:?}");
+        assert!(counters.memory_evictions >= 6 && counters.memory_bytes <= 17 * MIB, "{counters:?}");
+        assert_eq!(counters.disk_bytes, files(directory.path()).len() as u64 * (BLOCK_SIZE + 4 * KIB));
     }
-    let counters = node.counters();
-    assert_eq!((world.gets(), counters.disk_writes), (10, 10));
-    assert!(counters.disk_hits >= 12, "{counters:?}");
-    assert!(counters.memory_evictions >= 6 && counters.memory_bytes <= 17 * MIB, "{counters:?}");
-    assert_eq!(counters.disk_bytes, files(directory.path()).len() as u64 * (BLOCK_SIZE + 4 * KIB));
 }
 
 #[tokio::test]
@@ -116,10 +120,22 @@ async fn large_blocks_that_were_read_are_written_past_the_page_cache() {
     drop(node);
     world.faults.set_down(true);
     let node = world.open(settings(directory.path(), 64 * MIB)).await;
+    let before = pages_in_memory(directory.path());
     for blob in [&read, &warmed] {
         blob.check_all(&*node).await;
     }
     assert_eq!((world.gets(), node.counters().disk_hits), (3, 3));
+    assert_eq!(pages_in_memory(directory.path()), before, "and are read past it");
+}
+
+/// Has the kernel write out the block files, and forget what it has of them.
+fn forget(directory: &Path) {
+    for file in files(directory) {
+        let mut command = Command::new("dd");
+        command.args(["count=0", "status=none", "conv=notrunc,fdatasync", "oflag=nocache"]);
+        let ended = command.arg(format!("of={}", file.display())).output().expect("dd runs");
+        assert!(ended.status.success(), "{ended:?}");
+    }
 }
 
 /// Pages of block files that the kernel has in memory.
@@ -160,9 +176,8 @@ async fn a_small_block_is_read_from_disk_on_the_calling_thread() {
     });
     assert!(flipped.is_some());
     assert_eq!(node.get_near(&key, 0..9), None);
-    assert_eq!(node.counters().corruptions, 1);
     small.check_all(&*node).await;
-    assert_eq!(world.gets(), 3, "it was fetched again");
+    assert_eq!((world.gets(), node.counters().corruptions), (3, 1), "it was fetched again");
 }
 
 async fn blob_reads_go_on_after_closing(node: &Node, blob: &TestBlob) {
@@ -198,14 +213,17 @@ async fn a_directory_that_cannot_be_made_is_a_clear_error() {
 /// A flipped bit, a short file, an empty one, another block's bytes, a directory in its place, and none at all.
 #[tokio::test]
 async fn damaged_copies_are_dropped_and_fetched_again() {
-    for seed in 0..rounds(3) {
+    for seed in 0..rounds(4) {
         let random = Rng::seeded(seed);
-        let (world, directory) = (World::new(), temporary());
+        // Read by the kernel's ring and by threads; large ones past the page cache.
+        let (io_uring, most) = (seed % 2 == 0, if seed % 4 < 2 { 300 * KIB } else { 3 * MIB });
+        let (world, directory) = (World::new(), tempfile::tempdir_in("/var/tmp").expect("directory"));
+        let settings = || CacheSettings { io_uring, ..settings(directory.path(), 64 * MIB) };
         let mut blobs = Vec::new();
         for name in ["flip", "cut", "empty", "other", "gone"] {
-            blobs.push(world.put(name, between(&random, 1..300 * KIB)).await);
+            blobs.push(world.put(name, between(&random, 1..most)).await);
         }
-        let node = world.open(settings(directory.path(), 64 * MIB)).await;
+        let node = world.open(settings()).await;
         for blob in &blobs {
             fill_all(&node, blob, false).await;
         }
@@ -224,8 +242,9 @@ async fn damaged_copies_are_dropped_and_fetched_again() {
             .expect("write");
         std::fs::write(file(&blobs[2]), "").expect("write");
         std::fs::copy(file(&blobs[0]), file(&blobs[3])).expect("copy");
+        forget(directory.path());
 
-        let node = world.open(settings(directory.path(), 64 * MIB)).await;
+        let node = world.open(settings()).await;
         std::fs::remove_file(file(&blobs[4])).expect("remove");
         for blob in &blobs {
             blob.check_all(&*node).await;
@@ -233,7 +252,8 @@ async fn damaged_copies_are_dropped_and_fetched_again() {
         let counters = node.counters();
         assert_eq!((world.gets(), counters.corruptions, counters.disk_failures), (10, 4, 1), "seed {seed}");
         node.close().await;
-        let node = world.open(settings(directory.path(), 64 * MIB)).await;
+        forget(directory.path());
+        let node = world.open(settings()).await;
         for blob in &blobs {
             blob.check_all(&*node).await;
         }

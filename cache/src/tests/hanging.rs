@@ -1,6 +1,7 @@
 //! A disk under the cache that hangs: reads and writes that never come back.
 
-use std::path::{Path, PathBuf};
+use std::fs::File;
+use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,73 +15,70 @@ use super::disk::{files, fill_all, settings, temporary};
 use super::support::World;
 use crate::{Blocks, CacheSettings, Fill, Node, Residency, fill_many};
 
-/// Puts pipes in place of block files: nobody writes to the other end, so that who opens one hangs.
-fn hang(directory: &Path) -> Vec<PathBuf> {
+/// Puts pipes in place of block files, whose other ends are open, so that who reads from one hangs; what is read ends once these are
+/// dropped.
+fn hang(directory: &Path) -> Vec<File> {
     let files = files(directory);
     for file in &files {
         std::fs::remove_file(file).expect("remove");
     }
     assert!(Command::new("mkfifo").args(&files).status().is_ok_and(|status| status.success()));
-    files
-}
-
-/// Lets go of who hangs: what is read ends at once.
-fn go_on(pipes: &[PathBuf]) {
-    for pipe in pipes {
-        drop(std::fs::File::options().read(true).write(true).open(pipe));
-    }
+    let open = |file| File::options().read(true).write(true).open(file).expect("a pipe");
+    files.iter().map(open).collect()
 }
 
 /// A cache on a disk, or a server, that hangs hung every read of what it held.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_disk_that_hangs_costs_copies_and_no_reads() {
-    let (world, directory) = (World::new(), temporary());
-    let mut blobs = Vec::new();
-    for index in 0..40 {
-        blobs.push(world.put(&format!("blob-{index}"), 100 * KIB).await);
-    }
-    let settings = CacheSettings { memory_bytes: 0, ..settings(directory.path(), 64 * MIB) };
-    let settings = CacheSettings { disk_deadline_ms: 2_000, ..settings };
-    let node = world.open(settings).await;
-    for blob in &blobs {
-        fill_all(&node, blob, false).await;
-    }
-    blobs[0].check_all(&*node).await;
-    assert_eq!((world.gets(), node.counters().disk_hits), (40, 1));
-    let pipes = hang(directory.path());
-    // More than may wait for the disk at once.
-    let reads = futures::future::join_all(blobs.iter().map(|blob| blob.check_all(&*node)));
-    let read = tokio::time::timeout(Duration::from_secs(30), reads).await;
-    if read.is_err() {
-        go_on(&pipes);
-    }
-    read.expect("none waits for the disk");
-    assert_eq!((world.gets(), node.counters().disk_stalls), (80, 1));
-    // It is left alone now, also by threads that may wait.
-    assert_eq!(node.get_near(&blobs[0].name.block(0), 0..9), None);
-    let again = node.stat(&blobs[0].keys(), true).await.expect("stat");
-    assert_eq!(again, [Residency::Absent]);
-    for blob in &blobs {
-        blob.check_all(&*node).await;
-    }
-    assert_eq!((world.gets(), node.counters().disk_stalls), (120, 1));
-    let after = world.put("after", 100 * KIB).await;
-    let pin = node.fill(&after.name.block(0), true).await.expect_err("pins tell");
-    assert_eq!(pin.kind(), ErrorKind::Unavailable, "{pin}");
-    let pin = node.fill(&blobs[0].name.block(0), true).await.expect_err("also of what lies there");
-    assert_eq!(pin.kind(), ErrorKind::Unavailable, "{pin}");
-    // What answers is asked again.
-    go_on(&pipes);
-    let hits = node.counters().disk_hits;
-    for _ in 0..1000 {
-        let _ = node.fill(&after.name.block(0), false).await;
-        after.check_all(&*node).await;
-        if node.counters().disk_hits > hits {
-            break;
+    for io_uring in [true, false] {
+        let (world, directory) = (World::new(), temporary());
+        let mut blobs = Vec::new();
+        for index in 0..40 {
+            blobs.push(world.put(&format!("blob-{index}"), 100 * KIB).await);
         }
-        tokio::time::sleep(Duration::from_millis(10)).await;
+        let settings = CacheSettings { memory_bytes: 0, ..settings(directory.path(), 64 * MIB) };
+        let settings = CacheSettings { disk_deadline_ms: 2_000, io_uring, ..settings };
+        let node = world.open(settings).await;
+        for blob in &blobs {
+            fill_all(&node, blob, false).await;
+        }
+        blobs[0].check_all(&*node).await;
+        assert_eq!((world.gets(), node.counters().disk_hits), (40, 1));
+        let mut pipes = hang(directory.path());
+        // More than may wait for the disk at once.
+        let reads = futures::future::join_all(blobs.iter().map(|blob| blob.check_all(&*node)));
+        let read = tokio::time::timeout(Duration::from_secs(30), reads).await;
+        if read.is_err() {
+            pipes.clear();
+        }
+        read.expect("none waits for the disk");
+        assert_eq!((world.gets(), node.counters().disk_stalls), (80, 1));
+        // It is left alone now, also by threads that may wait.
+        assert_eq!(node.get_near(&blobs[0].name.block(0), 0..9), None);
+        let again = node.stat(&blobs[0].keys(), true).await.expect("stat");
+        assert_eq!(again, [Residency::Absent]);
+        for blob in &blobs {
+            blob.check_all(&*node).await;
+        }
+        assert_eq!((world.gets(), node.counters().disk_stalls), (120, 1));
+        let after = world.put("after", 100 * KIB).await;
+        let pin = node.fill(&after.name.block(0), true).await.expect_err("pins tell");
+        assert_eq!(pin.kind(), ErrorKind::Unavailable, "{pin}");
+        let pin = node.fill(&blobs[0].name.block(0), true).await.expect_err("also of what lies there");
+        assert_eq!(pin.kind(), ErrorKind::Unavailable, "{pin}");
+        // What answers is asked again.
+        drop(pipes);
+        let hits = node.counters().disk_hits;
+        for _ in 0..1000 {
+            let _ = node.fill(&after.name.block(0), false).await;
+            after.check_all(&*node).await;
+            if node.counters().disk_hits > hits {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        assert_eq!(node.counters().disk_hits, hits + 1);
     }
-    assert_eq!(node.counters().disk_hits, hits + 1);
 }
 
 /// What `checks` comes to while the disk of `node` takes no blocks; it must come to its end without it.

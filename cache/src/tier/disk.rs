@@ -1,22 +1,24 @@
 //! The disk tier: one file a block, under a ceiling, for blocks of every size; survives the process.
 //!
 //! Promises: a damaged file is told from its block, dropped and counted; a disk that is full, unwritable, gone or hung
-//! costs copies, never a read (but for small ones that were begun on their callers' threads when it began to hang); pinned blocks are not evicted. Files are not synced: after a power cut the checksum
-//! tells which ones made it. Reads go through the kernel's page cache, and so do writes but those of large blocks that a reader
-//! has in memory already.
+//! costs copies, never a read (but for small ones that waited on their callers' threads when it began to hang); pinned blocks are
+//! not evicted. Files are not synced: after a power cut the checksum tells which ones made it.
+//!
+//! Small blocks are read on their callers' threads, as far as the kernel has them in memory or few of these threads wait. All else is
+//! read by io_uring, where the kernel has that: no thread waits for the disk, which is asked for many blocks at once. Large blocks go
+//! past the page cache, unless it has them, as it has what a warmup fetched: else they are in memory twice, and copying them there
+//! takes several times the processor time of the read.
 
 use std::io::ErrorKind as Io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use forebay_core::{BLOCK_SIZE, BlockKey, Error, ErrorKind, Result};
+use forebay_core::{BlockKey, Error, ErrorKind, Result};
 use forebay_io::files::is_want;
-use forebay_io::mem::{Buffer, Pool};
 use forebay_io::task::{TaskGroup, blocking};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
-use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use crate::block::{Block, BlockId};
@@ -25,24 +27,12 @@ use crate::room::{Place, Room};
 use crate::tier::directory::Directory;
 use crate::tier::file::{self, ReadError};
 use crate::tier::index::{Full, Index, Slot};
+use crate::tier::reader::Reader;
 use crate::tier::stalls::Stalls;
 use crate::{CacheSettings, Counters, Residency, Unpinned};
 
 /// Files read at once, and written at once: threads that wait for the disk.
 const CARRIERS: u32 = 32;
-
-/// Largest block that a caller's own thread reads, in bytes: a switch to another thread and back costs as much.
-const NEAR_BYTES: u64 = 256 << 10;
-/// Callers that read on their own threads at once, at most.
-const MOST_NEAR: usize = 12;
-/// The threads that a mount has at least unless told otherwise, and one a core where that is more.
-const LEAST_THREADS: usize = 8;
-/// Those of them that a disk which hangs leaves.
-const FREE_THREADS: usize = 2;
-/// What the names beside a block take at most, with room to spare: a key is 1 KiB at most.
-const NAMES_BYTES: u64 = 4 << 10;
-/// Buffers of whole blocks that stay unused, as the origin has them.
-const UNUSED_BUFFERS: usize = 8;
 
 /// Deadlines of a read in that of a write: no reader waits for one, and a disk that works may hold up all of them until it
 /// has written what others on the host gave it.
@@ -64,13 +54,12 @@ pub(crate) struct DiskTier {
     pinning: Mutex<()>,
     stores: Flights<()>,
     tasks: TaskGroup,
+    /// Reads, which nobody waits for at the end: a disk that hangs may keep them.
+    loads: TaskGroup,
     /// Blocks are also offered from threads outside the runtime.
     runtime: Handle,
     reads: Room,
-    near: Semaphore,
-    /// For small blocks, lent for as long as one is looked at; and for large ones, which stay in them.
-    small: Pool,
-    large: Pool,
+    reader: Reader,
     writes: Room,
     counts: Counts,
 }
@@ -144,11 +133,10 @@ impl DiskTier {
             pinning: Mutex::default(),
             stores: Flights::new("store", tasks.clone()),
             tasks: tasks.clone(),
+            loads: TaskGroup::new("disk"),
             runtime: Handle::current(),
             reads: Room::new(settings.disk_read_bytes(), CARRIERS),
-            near: Semaphore::new(near_at_once()),
-            small: Pool::new((NEAR_BYTES + NAMES_BYTES) as usize, near_at_once()),
-            large: Pool::new((BLOCK_SIZE + NAMES_BYTES) as usize, UNUSED_BUFFERS),
+            reader: Reader::new(settings.io_uring),
             writes: Room::new(settings.store_bytes, CARRIERS),
             counts: Counts::default(),
         })))
@@ -193,15 +181,11 @@ impl DiskTier {
     }
 
     /// A checked copy of a small block, read on the calling thread into a buffer that is only lent; `None` when there
-    /// is no good one, or no turn.
+    /// is no good one, or it is to wait for the disk and there is no turn for that, or the disk hangs.
     pub(crate) fn read_near(&self, key: &BlockKey) -> Option<Block> {
-        if key.len() > NEAR_BYTES {
-            return None;
-        }
-        // Nothing ends the wait of a thread.
-        let _turn = self.near.try_acquire().ok().filter(|_| self.stalls.answers())?;
-        self.index.lock().find(&BlockId::of(key))?;
-        let block = self.load_blocking(key, Instant::now()).ok()?;
+        let slot = self.index.lock().find(&BlockId::of(key))?;
+        let path = self.directory.path(&slot);
+        let block = self.reader.read_near(&path, key, slot.size, self.stalls.answers())?;
         self.counts.hits.fetch_add(1, Relaxed);
         Some(block)
     }
@@ -219,9 +203,13 @@ impl DiskTier {
     /// Loads within the deadline. The place is given back when the disk has answered, whoever still waits for it.
     async fn load(self: &Arc<Self>, key: &BlockKey, place: Place) -> Result<Block, Lost> {
         let (own, key, asked) = (self.clone(), key.clone(), Instant::now());
-        let work = blocking(move || {
+        let work = self.loads.spawn("load", async move {
             let _place = place;
-            own.load_blocking(&key, asked)
+            let block = own.load_file(&key).await;
+            if own.stalls.answered(asked) {
+                tracing::info!(directory = %own.directory.root().display(), "the disk cache answers again");
+            }
+            block
         });
         match self.stalls.answer(work).await {
             // A panic was logged where it happened; the next source is asked.
@@ -271,19 +259,10 @@ impl DiskTier {
         Error::new(ErrorKind::Unavailable, message)
     }
 
-    fn load_blocking(&self, key: &BlockKey, asked: Instant) -> Result<Block, Lost> {
-        let block = self.load_file(key);
-        if self.stalls.answered(asked) {
-            tracing::info!(directory = %self.directory.root().display(), "the disk cache answers again");
-        }
-        block
-    }
-
-    fn load_file(&self, key: &BlockKey) -> Result<Block, Lost> {
+    async fn load_file(self: &Arc<Self>, key: &BlockKey) -> Result<Block, Lost> {
         let mut slot = self.peek(key).ok_or(Lost::Unread)?;
         loop {
-            let buffer = self.buffer(key, slot.size);
-            let error = match file::read(&self.directory.path(&slot), key, slot.size, buffer) {
+            let error = match self.reader.read(self.directory.path(&slot), key, slot.size).await {
                 Ok(block) => return Ok(block),
                 Err(error) => error,
             };
@@ -304,16 +283,11 @@ impl DiskTier {
             }
             tracing::warn!(%key, %error, "a copy on disk is dropped");
             if self.index.lock().remove(&slot) {
-                self.directory.remove(&slot);
+                let own = self.clone();
+                // One that stays is nobody's, and goes when the tier is opened again.
+                blocking(move || own.directory.remove(&slot)).await.ok();
             }
             return Err(Lost::Dropped);
-        }
-    }
-
-    fn buffer(&self, key: &BlockKey, size: u32) -> Buffer {
-        match key.len() <= NEAR_BYTES {
-            true => self.small.lend(file::room(size)),
-            false => self.large.take(file::room(size)),
         }
     }
 
@@ -547,12 +521,6 @@ impl Health {
         *self = Self::default();
         recovered
     }
-}
-
-/// Fewer than a mount has threads, so that disks which hang leave some.
-fn near_at_once() -> usize {
-    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    (cores.max(LEAST_THREADS) - FREE_THREADS).min(MOST_NEAR)
 }
 
 fn no_room(full: Full) -> Error {

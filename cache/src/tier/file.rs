@@ -1,4 +1,4 @@
-//! The file of one block on disk. Blocking: called from threads that may wait.
+//! The file of one block on disk. Blocking, but for what says otherwise: called from threads that may wait.
 //!
 //! ```text
 //! 0            data        D bytes, as they are in the blob
@@ -19,7 +19,9 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use forebay_core::{BlockKey, crc32c};
-use forebay_io::files::{is_local, open_direct, write_direct};
+use forebay_io::disk::{
+    ALIGNMENT, is_at_hand, is_local, open_at_hand, open_direct, pass_cache, read_at_hand, write_direct,
+};
 use forebay_io::mem::Buffer;
 
 use crate::block::Block;
@@ -27,7 +29,7 @@ use crate::block::Block;
 const MAGIC: [u8; 8] = *b"FBBLOCK1";
 const FOOTER: usize = 32;
 
-/// Least block that is written past the page cache, in bytes: for a small one the wait for the disk costs more than a copy.
+/// Least block that is written and read past the page cache, in bytes: for a small one the wait for the disk costs more than a copy.
 const DIRECT_BYTES: usize = 1 << 20;
 
 /// Why a block could not be read from its file.
@@ -66,15 +68,83 @@ pub(crate) fn write(path: &Path, key: &BlockKey, block: &Block, may_pass_cache: 
     file.write_all_at(&tail(key, block.crc), data.len() as u64)
 }
 
-/// Bytes to be read into for a file of `size` bytes: one more shows a file that is too long.
+/// Bytes to be read into for a file of `size` bytes: one more shows a file that is too long, and whole pages are read past the page
+/// cache.
 pub(crate) fn room(size: u32) -> usize {
-    size as usize + 1
+    (size as usize + 1).next_multiple_of(ALIGNMENT)
 }
 
 /// Reads and checks the file of `key`, which is `size` bytes long, into a buffer of [`room`] for it. What is returned
 /// keeps the whole buffer.
-pub(crate) fn read(path: &Path, key: &BlockKey, size: u32, mut buffer: Buffer) -> Result<Block, ReadError> {
-    let got = fill(&mut File::open(path)?, &mut buffer)?;
+pub(crate) fn read(path: &Path, key: &BlockKey, size: u32, buffer: Buffer) -> Result<Block, ReadError> {
+    read_opened(File::open(path)?, key, size, buffer)
+}
+
+/// The same of a file that was just opened.
+pub(crate) fn read_opened(
+    mut file: File,
+    key: &BlockKey,
+    size: u32,
+    mut buffer: Buffer,
+) -> Result<Block, ReadError> {
+    let got = fill(&mut file, size as usize, &mut buffer)?;
+    check(key, size, buffer, got)
+}
+
+/// What came of opening a block's file.
+pub(crate) enum Opened {
+    /// All of it was in the kernel's memory.
+    Read(Block),
+    /// It is to be read, into a buffer for it.
+    File(File, Buffer),
+    /// It is to be opened by who may wait.
+    Closed(Buffer),
+}
+
+/// Opens the file of a small block, and reads what the kernel has in memory, as far as that needs no wait for the disk; `None` where
+/// nobody can tell whether it does.
+pub(crate) fn open_now(
+    path: &Path,
+    key: &BlockKey,
+    size: u32,
+    mut buffer: Buffer,
+) -> Result<Option<Opened>, ReadError> {
+    if key.len() >= DIRECT_BYTES as u64 {
+        return Ok(Some(Opened::Closed(buffer)));
+    }
+    let mut look = || -> std::io::Result<_> {
+        let Some(file) = open_at_hand(path)? else { return Ok(None) };
+        let got = read_at_hand(&file, &mut buffer)?;
+        Ok(Some((file, got)))
+    };
+    match look() {
+        Ok(None) => Ok(Some(Opened::Closed(buffer))),
+        Ok(Some((_, Some(got)))) if got == size as usize => {
+            check(key, size, buffer, got).map(|block| Some(Opened::Read(block)))
+        }
+        Ok(Some((file, _))) => Ok(Some(Opened::File(file, buffer))),
+        Err(error) if error.kind() == ErrorKind::Unsupported => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Opens the file of a block to be read by the kernel while no thread waits: that of a large one past the page cache, unless it has
+/// all of it. What a warmup fetched lies there; what was read from the disk is in memory here, and in the page cache of the file that
+/// was read.
+pub(crate) fn open(path: &Path, key: &BlockKey, size: u32, buffer: Buffer) -> Result<Opened, ReadError> {
+    let file = File::open(path)?;
+    if key.len() < DIRECT_BYTES as u64 {
+        return Ok(Opened::File(file, buffer));
+    }
+    if is_at_hand(&file, size as usize) {
+        return read_opened(file, key, size, buffer).map(Opened::Read);
+    }
+    pass_cache(&file);
+    Ok(Opened::File(file, buffer))
+}
+
+/// The block in the `got` bytes of its file that `buffer` begins with.
+pub(crate) fn check(key: &BlockKey, size: u32, buffer: Buffer, got: usize) -> Result<Block, ReadError> {
     let (bytes, length) = (&buffer[..got], key.len() as usize);
     if got != size as usize || got < length + FOOTER {
         return Err(ReadError::Damaged("it has another length than it was written with"));
@@ -94,10 +164,10 @@ pub(crate) fn read(path: &Path, key: &BlockKey, size: u32, mut buffer: Buffer) -
     Ok(Block { bytes: buffer.freeze().slice(..length), crc })
 }
 
-/// Reads until the file ends or nothing more than the extra byte is left: nearly always in one call.
-fn fill(file: &mut File, buffer: &mut [u8]) -> std::io::Result<usize> {
+/// Reads until the file ends, or all of its `size` is there, and more if it is longer: nearly always in one call.
+fn fill(file: &mut File, size: usize, buffer: &mut [u8]) -> std::io::Result<usize> {
     let mut got = 0;
-    while got + 1 < buffer.len() {
+    while got < size {
         match file.read(&mut buffer[got..]) {
             Ok(0) => break,
             Ok(count) => got += count,

@@ -3,6 +3,7 @@
 pub(crate) mod spent;
 pub(crate) mod memory;
 pub(crate) mod file;
+pub(crate) mod reader;
 pub(crate) mod index;
 pub(crate) mod directory;
 pub(crate) mod stalls;

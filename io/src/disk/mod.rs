@@ -1,18 +1,24 @@
 //! What the standard library does not ask the kernel for about files on disks.
-//!
-//! For threads that may block.
 #![allow(unsafe_code)]
+
+mod at_hand;
+mod direct;
+mod ring;
 
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
+pub use at_hand::{is_at_hand, open_at_hand, read_at_hand};
+pub use direct::{ALIGNMENT, is_local, open_direct, pass_cache, write_direct};
+pub use ring::Ring;
+
 /// What file systems say that know no such call; whoever syncs the file then writes all of it out.
 const UNKNOWN: [i32; 4] = [libc::ENOSYS, libc::EINVAL, libc::EOPNOTSUPP, libc::ESPIPE];
 
 /// Waits until bytes `range` of a file, as far as they lie in the page cache alone, are on their way through its disk. What
-/// makes them survive a failure of power, as the file's size and the disk's own cache, is left to fsync(2).
+/// makes them survive a failure of power, as the file's size and the disk's own cache, is left to fsync(2). Blocks.
 pub(crate) fn write_out(file: &File, range: Range<u64>) -> io::Result<()> {
     let (at, length) = (range.start as libc::off64_t, (range.end - range.start) as libc::off64_t);
     let flags =

@@ -7,6 +7,7 @@ use std::path::Path;
 use forebay_core::units::format_bytes;
 use forebay_core::{Error, Result};
 use forebay_fuse::MountPoint;
+use forebay_io::disk::Ring;
 use forebay_io::net::{Rdma, Wanted};
 use rustix::process::{Resource, getrlimit};
 
@@ -22,6 +23,7 @@ pub(super) fn checks(state: &Path, cache: Option<&Path>, cache_bytes: u64) -> Ve
         helper(),
         kernel(),
         passthrough(),
+        fuse_over_uring(),
         uring(),
         open_files(),
         locked_memory(),
@@ -80,13 +82,27 @@ fn passthrough() -> Check {
     Check::ok("fuse passthrough", format!("{fact}; not needed"))
 }
 
-fn uring() -> Check {
+fn fuse_over_uring() -> Check {
     let fact = match read("/sys/module/fuse/parameters/enable_uring").as_deref() {
         Some("Y") => "enabled",
         Some(_) => "switched off",
         None => "the kernel does not know it",
     };
     Check::ok("fuse over io_uring", format!("{fact}; not needed"))
+}
+
+/// What the disk under the cache is read by.
+fn uring() -> Check {
+    const NAME: &str = "io_uring";
+    match Ring::of_process() {
+        Ok(_) => Check::ok(NAME, "can be used"),
+        Err(error) => Check::warn(
+            NAME,
+            format!("cannot be used: {error}; threads wait for the disk of the cache"),
+            "allow io_uring_setup, io_uring_enter and io_uring_register in the container's seccomp profile, and see sysctl \
+             kernel.io_uring_disabled",
+        ),
+    }
 }
 
 fn open_files() -> Check {

@@ -16,7 +16,7 @@ use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use super::{Inner, STAGING, Wanted, copy_bytes, io_error, sync, version_of};
-use crate::files::{is_local, open_direct, write_direct};
+use crate::disk::{is_local, open_direct, write_direct};
 use crate::object::error::STORE;
 use crate::object::key::address;
 use crate::object::request::{PastCache, UploadId, UploadsPage};

@@ -1,0 +1,246 @@
+//! Reads that hold no thread while the disk is at them, however many there are, by io_uring(7).
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::{Arc, OnceLock};
+
+use io_uring::{IoUring, opcode, types};
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+
+use super::ALIGNMENT;
+use crate::mem::Buffer;
+
+/// Reads that the kernel is told of at once. More may be under way.
+const ENTRIES: u32 = 256;
+
+/// The way to the kernel. Cheap to clone.
+#[derive(Clone)]
+pub struct Ring(Arc<Shared>);
+
+struct Shared {
+    ring: IoUring,
+    /// Held while the kernel is told of a read, so that one thread at a time fills the ring.
+    reads: Mutex<Reads>,
+}
+
+/// The reads under way, by their numbers.
+#[derive(Default)]
+struct Reads {
+    under_way: Vec<Option<Read>>,
+    free: Vec<usize>,
+}
+
+/// One read. Its file and its memory stay here until the kernel has answered, whoever still waits.
+struct Read {
+    file: File,
+    buffer: Buffer,
+    done: usize,
+    told: oneshot::Sender<io::Result<(usize, Buffer)>>,
+}
+
+impl Ring {
+    /// That of this process.
+    ///
+    /// # Errors
+    /// What the kernel says where it has none (before 5.6), or forbids it, as the profiles of many container runtimes do.
+    pub fn of_process() -> io::Result<Self> {
+        static RING: OnceLock<Result<Ring, i32>> = OnceLock::new();
+        let ring =
+            RING.get_or_init(|| Self::new().map_err(|error| error.raw_os_error().unwrap_or(libc::EIO)));
+        ring.clone().map_err(io::Error::from_raw_os_error)
+    }
+
+    fn new() -> io::Result<Self> {
+        let ring = IoUring::builder().dontfork().build(ENTRIES)?;
+        let shared = Arc::new(Shared { ring, reads: Mutex::default() });
+        let own = shared.clone();
+        std::thread::Builder::new().name("forebay-disk".into()).spawn(move || own.hear())?;
+        Ok(Self(shared))
+    }
+
+    /// Reads a file, which is begun at once, from its beginning until it ends or `buffer` is full, and gives how many bytes came, and these. Where nobody waits
+    /// any more the read goes on, and what came is dropped.
+    ///
+    /// # Errors
+    /// What the kernel said; `InvalidInput` where the file system wants other memory for reads [past the page
+    /// cache](super::pass_cache).
+    pub fn read(
+        &self,
+        file: File,
+        buffer: Buffer,
+    ) -> impl Future<Output = io::Result<(usize, Buffer)>> + use<> {
+        let (told, answer) = oneshot::channel();
+        self.0.begin(Read { file, buffer, done: 0, told });
+        async {
+            answer.await.unwrap_or_else(|_| Err(io::Error::other("the kernel was not told of the read")))
+        }
+    }
+}
+
+impl std::fmt::Debug for Ring {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Ring").finish_non_exhaustive()
+    }
+}
+
+impl Shared {
+    fn begin(&self, read: Read) {
+        let mut reads = self.reads.lock();
+        let number = reads.free.pop().unwrap_or_else(|| {
+            reads.under_way.push(None);
+            reads.under_way.len() - 1
+        });
+        reads.under_way[number] = Some(read);
+        self.go_on(&mut reads, number);
+    }
+
+    /// Tells the kernel of a read, or of what is left of it.
+    fn go_on(&self, reads: &mut Reads, number: usize) {
+        let Some(read) = &mut reads.under_way[number] else { return };
+        let left = &mut read.buffer[read.done..];
+        let length = u32::try_from(left.len()).unwrap_or(u32::MAX);
+        let entry = opcode::Read::new(types::Fd(read.file.as_raw_fd()), left.as_mut_ptr(), length)
+            .offset(read.done as u64)
+            .build()
+            .user_data(number as u64);
+        // SAFETY: file and memory stay in the table until the kernel has answered. The lock is held, so that nobody else fills the
+        // ring, of which each entry is taken at once.
+        let told = unsafe { self.ring.submission_shared().push(&entry) };
+        let told = told.map_err(|_| io::ErrorKind::OutOfMemory.into()).and_then(|()| self.submit());
+        if let Err(error) = told {
+            tracing::warn!(%error, "the kernel takes no read");
+            // It may take it yet: the memory is left to it, and the number to nobody.
+            if let Some(read) = reads.under_way[number].take() {
+                let Read { file, buffer, told, .. } = read;
+                std::mem::forget((file, buffer));
+                drop(told);
+            }
+        }
+    }
+
+    fn submit(&self) -> io::Result<()> {
+        loop {
+            match self.ring.submitter().submit() {
+                Ok(_) => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // Answers wait to be taken, or the kernel has no memory for now.
+                Err(error) if matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EAGAIN)) => {
+                    std::thread::yield_now();
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Takes the kernel's answers for as long as this process lives.
+    fn hear(&self) {
+        loop {
+            match self.ring.submitter().submit_and_wait(1) {
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    tracing::error!(%error, "the kernel answers no reads any more");
+                    return;
+                }
+            }
+            // SAFETY: this thread alone takes answers. All of them first: who tells the kernel of a read may be waiting for room.
+            let answers: Vec<_> = unsafe { self.ring.completion_shared() }.collect();
+            for answer in answers {
+                self.take(answer.user_data() as usize, answer.result());
+            }
+        }
+    }
+
+    fn take(&self, number: usize, result: i32) {
+        let mut reads = self.reads.lock();
+        let Some(read) = reads.under_way.get_mut(number).and_then(Option::as_mut) else { return };
+        let result = match usize::try_from(result) {
+            Ok(count) => {
+                read.done += count;
+                let is_whole = count == 0 || read.done == read.buffer.len();
+                // Past the page cache nothing goes on from elsewhere, and only the end of a file is in the middle of a page.
+                if !is_whole && read.done.is_multiple_of(ALIGNMENT) {
+                    return self.go_on(&mut reads, number);
+                }
+                Ok(read.done)
+            }
+            Err(_) if result == -libc::EINTR => return self.go_on(&mut reads, number),
+            Err(_) => Err(io::Error::from_raw_os_error(-result)),
+        };
+        let read = reads.under_way[number].take();
+        reads.free.push(number);
+        drop(reads);
+        if let Some(Read { buffer, told, .. }) = read {
+            // Whoever waited may have gone.
+            told.send(result.map(|count| (count, buffer))).ok();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::pass_cache;
+    use super::*;
+    use crate::mem::Pool;
+
+    #[tokio::test]
+    async fn files_are_read_to_their_end_or_the_buffers() {
+        let (folder, ring) =
+            (tempfile::tempdir().expect("scratch"), Ring::new().expect("a kernel that has io_uring"));
+        let pool = Pool::new(1 << 20, 4);
+        for size in [0, 1, 4095, 4096, 4097, 500_000, 1 << 20, (1 << 20) + 1] {
+            let bytes: Vec<u8> = (0..size).map(|at| (at / 7 % 251) as u8).collect();
+            let path = folder.path().join(size.to_string());
+            std::fs::write(&path, &bytes).expect("write");
+            for passes in [false, true] {
+                let file = File::open(&path).expect("open");
+                if passes && !pass_cache(&file) {
+                    continue;
+                }
+                let (count, buffer) = ring.read(file, pool.take(1 << 20)).await.expect("read");
+                assert_eq!(count, size.min(1 << 20));
+                assert!(buffer[..count] == bytes[..count], "{size}, {passes}");
+            }
+        }
+        assert!(ring.0.reads.lock().under_way.iter().all(Option::is_none));
+    }
+
+    /// Ten thousand at once, of which half are waited for no more: each has its own bytes, and nothing is left.
+    #[tokio::test]
+    async fn many_at_once_have_each_their_own_bytes() {
+        let (folder, ring) =
+            (tempfile::tempdir().expect("scratch"), Ring::new().expect("a kernel that has io_uring"));
+        let pool = Pool::new(4096, 0);
+        let paths: Vec<_> = (0..100_u8).map(|index| folder.path().join(index.to_string())).collect();
+        for (index, path) in paths.iter().enumerate() {
+            std::fs::write(path, vec![index as u8; 1000 + index]).expect("write");
+        }
+        for round in 0..20 {
+            let mut waited = Vec::new();
+            for number in 0..500 {
+                let read = ring.read(File::open(&paths[number % 100]).expect("open"), pool.take(4096));
+                if (number + round) % 2 == 0 {
+                    waited.push((number % 100, read));
+                }
+            }
+            for (index, read) in waited {
+                let (count, buffer) = read.await.expect("read");
+                assert_eq!(count, 1000 + index);
+                assert!(buffer[..count].iter().all(|byte| *byte == index as u8));
+            }
+        }
+        while ring.0.reads.lock().under_way.iter().any(Option::is_some) {
+            tokio::task::yield_now().await;
+        }
+    }
+
+    #[tokio::test]
+    async fn what_cannot_be_read_is_told() {
+        let (folder, ring) =
+            (tempfile::tempdir().expect("scratch"), Ring::new().expect("a kernel that has io_uring"));
+        let read = ring.read(File::open(folder.path()).expect("open"), Pool::new(4096, 0).take(4096));
+        assert_eq!(read.await.expect_err("a directory").kind(), io::ErrorKind::IsADirectory);
+    }
+}
