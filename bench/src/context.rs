@@ -105,6 +105,16 @@ impl Context {
         Ok(())
     }
 
+    /// Writes the same bytes as [`Self::put_large`] puts; gives how many.
+    pub fn write_large(&self, path: &Path, size: u64) -> Result<u64> {
+        let (part, mut file) = (noise(PART as usize), File::create(path)?);
+        for _ in 0..size.div_ceil(PART) {
+            file.write_all(&part).with_context(|| format!("writing {}", path.display()))?;
+        }
+        file.sync_all()?;
+        Ok(file.metadata()?.len())
+    }
+
     /// Puts an object of at least one whole [`PART`].
     pub fn put_large(&self, client: &ObjectStoreClient, key: &str, size: u64) -> Result<()> {
         let parts = size.div_ceil(PART) as usize;
