@@ -166,7 +166,10 @@ impl Shared {
                 }
                 Ok(read.done)
             }
-            Err(_) if result == -libc::EINTR => return self.go_on(&mut reads, number),
+            // The kernel gives up what a thread asked for that has ended: this one does not.
+            Err(_) if [-libc::EINTR, -libc::ECANCELED].contains(&result) => {
+                return self.go_on(&mut reads, number);
+            }
             Err(_) => Err(io::Error::from_raw_os_error(-result)),
         };
         let read = reads.under_way[number].take();
@@ -181,6 +184,8 @@ impl Shared {
 
 #[cfg(test)]
 mod tests {
+    use rustix::fs::{CWD, FileType, Mode};
+
     use super::super::pass_cache;
     use super::*;
     use crate::mem::Pool;
@@ -234,6 +239,21 @@ mod tests {
         while ring.0.reads.lock().under_way.iter().any(Option::is_some) {
             tokio::task::yield_now().await;
         }
+    }
+
+    /// The kernel gives up what it was asked for by a thread that has ended.
+    #[tokio::test]
+    async fn who_asked_may_end_before_the_answer() {
+        let (folder, ring) =
+            (tempfile::tempdir().expect("scratch"), Ring::new().expect("a kernel that has io_uring"));
+        let path = folder.path().join("pipe");
+        rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).expect("a pipe");
+        let mut pipe = File::options().read(true).write(true).open(&path).expect("open");
+        let (reader, own) = (File::open(&path).expect("open"), ring.clone());
+        let read = std::thread::spawn(move || own.read(reader, Pool::new(4096, 0).take(4096))).join();
+        io::Write::write_all(&mut pipe, b"hello").expect("write");
+        let (count, buffer) = read.expect("it was begun").await.expect("read");
+        assert_eq!(&buffer[..count], b"hello");
     }
 
     #[tokio::test]
