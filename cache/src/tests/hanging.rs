@@ -11,12 +11,11 @@ use forebay_core::{BlockKey, Error, ErrorKind};
 use forebay_io::task::Stop;
 use futures::stream;
 
-use super::disk::{files, fill_all, settings, temporary};
+use super::disk::{files, fill_all, settings, temporary, wait_until_all_is_done};
 use super::support::World;
 use crate::{Blocks, CacheSettings, Fill, Node, Residency, fill_many};
 
-/// Puts pipes in place of block files, whose other ends are open, so that who reads from one hangs; what is read ends once these are
-/// dropped.
+/// Puts pipes in place of block files, whose other ends are open, so that who reads from one hangs, until these are dropped.
 fn hang(directory: &Path) -> Vec<File> {
     let files = files(directory);
     for file in &files {
@@ -25,6 +24,12 @@ fn hang(directory: &Path) -> Vec<File> {
     assert!(Command::new("mkfifo").args(&files).status().is_ok_and(|status| status.success()));
     let open = |file| File::options().read(true).write(true).open(file).expect("a pipe");
     files.iter().map(open).collect()
+}
+
+/// Lets go of who hangs: what is read ends at once, and who tries once more finds no file.
+fn go_on(directory: &Path, pipes: &mut Vec<File>) {
+    files(directory).iter().for_each(|pipe| std::fs::remove_file(pipe).expect("remove"));
+    pipes.clear();
 }
 
 /// A cache on a disk, or a server, that hangs hung every read of what it held.
@@ -49,7 +54,7 @@ async fn a_disk_that_hangs_costs_copies_and_no_reads() {
         let reads = futures::future::join_all(blobs.iter().map(|blob| blob.check_all(&*node)));
         let read = tokio::time::timeout(Duration::from_secs(30), reads).await;
         if read.is_err() {
-            pipes.clear();
+            go_on(directory.path(), &mut pipes);
         }
         read.expect("none waits for the disk");
         assert_eq!((world.gets(), node.counters().disk_stalls), (80, 1));
@@ -67,7 +72,7 @@ async fn a_disk_that_hangs_costs_copies_and_no_reads() {
         let pin = node.fill(&blobs[0].name.block(0), true).await.expect_err("also of what lies there");
         assert_eq!(pin.kind(), ErrorKind::Unavailable, "{pin}");
         // What answers is asked again.
-        drop(pipes);
+        go_on(directory.path(), &mut pipes);
         let hits = node.counters().disk_hits;
         for _ in 0..1000 {
             let _ = node.fill(&after.name.block(0), false).await;
@@ -114,12 +119,6 @@ async fn impatient(world: &World, directory: &Path) -> (Arc<Node>, Vec<BlockKey>
 fn assert_hangs(error: &Error, directory: &Path) {
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(error.message().contains(&directory.display().to_string()), "{error}");
-}
-
-async fn wait_until_all_is_done(node: &Node) {
-    while !node.running().is_empty() {
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
 }
 
 /// What was read ahead waited for the disk, with all its blocks in memory.

@@ -1,7 +1,6 @@
 //! How the files of blocks are read: at once where the kernel has them in memory, small ones by their callers' threads as far as few of
 //! these wait, all others by the kernel's ring, or by threads where there is none.
 
-use std::io::ErrorKind as Io;
 use std::path::{Path, PathBuf};
 
 use forebay_core::{BLOCK_SIZE, BlockKey};
@@ -83,12 +82,9 @@ impl Reader {
             Opened::Closed(_) => return Err(ReadError::Gone),
         };
         match ring.read(file, buffer).await {
-            Ok((got, buffer)) => file::check(key, size, buffer, got),
-            // The file system does not read such files so.
-            Err(error) if matches!(error.kind(), Io::InvalidInput | Io::Unsupported | Io::WouldBlock) => {
-                on_a_thread(path, key, size, self.buffer(key, size), file::read).await
-            }
-            Err(error) => Err(error.into()),
+            Ok((got, buffer)) if got == size as usize => file::check(key, size, buffer, got),
+            // Whether that is the file's fault, or the ring's, or the file system does not read so, a plain read tells.
+            _ => on_a_thread(path, key, size, self.buffer(key, size), file::read).await,
         }
     }
 

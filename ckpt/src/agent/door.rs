@@ -64,7 +64,8 @@ impl Door {
     /// From now on the place is awaited at the other end of this connection.
     pub(super) fn inherit(&mut self, heir_of: FdStream) -> Result<()> {
         heir_of.set_patience(PATIENCE)?;
-        self.heir_of = Some(heir_of);
+        // Where this one has it already, the other has left.
+        self.heir_of = Some(heir_of).filter(|_| self.meeting.is_none());
         Ok(())
     }
 
@@ -107,11 +108,16 @@ impl Door {
     /// Opens it, where another agent has the place as well: one that was succeeded hands it over, and one of an earlier start, which
     /// was so late that its successor did not meet it, is told to leave. Whether it is open.
     pub(super) fn claim(&mut self, own: &Start) -> bool {
-        self.take_place();
-        if self.open() {
+        let Some(place) = self.place.clone() else { return false };
+        // Who was to hand it over may have left it meanwhile.
+        self.meeting = self.meeting.take().or_else(|| Meeting::hold(&place).ok());
+        if self.meeting.is_none() {
+            self.take_place();
+        }
+        if self.meeting.is_some() {
+            self.heir_of = None;
             return true;
         }
-        let Some(place) = self.place.clone() else { return false };
         match dismiss_earlier(&place, own) {
             Ok(Dismissed::Gone) => self.open(),
             Ok(Dismissed::HandsOver(heir_of)) => {

@@ -42,6 +42,8 @@ pub enum RankState {
     Stored,
     /// It will not store its part, for this cause.
     Failed(String),
+    /// The step is tried again after a failure, and this rank told nothing since.
+    Earlier,
 }
 
 impl UnderWay {
@@ -57,7 +59,8 @@ impl UnderWay {
     }
 }
 
-/// The saves under way in a bucket, the oldest step first; a save of one rank alone leaves nothing here.
+/// The saves under way in a bucket, the oldest step first. Of one rank alone those are among them that refer to earlier steps, or take
+/// minutes: nobody is told how many ranks they are of.
 pub async fn under_way(bucket: &Bucket) -> Result<Vec<UnderWay>> {
     let notes = list_notes(bucket).await?;
     let committed = list_steps(bucket).await?;
@@ -80,30 +83,42 @@ pub async fn under_way(bucket: &Bucket) -> Result<Vec<UnderWay>> {
     Ok(found)
 }
 
-/// What each rank told last: of failures and an index, as several rounds may have left them, the newest counts.
+/// What each rank told last. A step that a rank could not store is tried again: what was told before that failure is of the try
+/// before, once anything was told after it.
 async fn news(bucket: &Bucket, notes: &[(RankKey, Timestamp)]) -> Result<Vec<RankNews>> {
+    let is_failure = |key: &RankKey| matches!(key.note, Note::Failed(_));
+    let failed = notes.iter().filter(|(key, _)| is_failure(key)).map(|(_, at)| *at).max();
+    let begun_again = failed.filter(|failed| notes.iter().any(|(key, at)| !is_failure(key) && at > failed));
     let ranks: BTreeSet<u32> = notes.iter().map(|(key, _)| key.rank).collect();
     let mut news = Vec::with_capacity(ranks.len());
     for rank in ranks {
-        let own: Vec<_> = notes.iter().filter(|(key, _)| key.rank == rank).collect();
-        let settled = own.iter().filter(|(key, _)| matches!(key.note, Note::Failed(_) | Note::Index));
-        let state = match settled.max_by_key(|(_, at)| *at) {
+        let own = notes.iter().filter(|(key, _)| key.rank == rank);
+        let of_try = own.clone().filter(|(_, at)| begun_again.is_none_or(|failed| *at > failed));
+        let settled = of_try.clone().filter(|(key, _)| is_failure(key) || key.note == Note::Index);
+        let state = match settled.max_by_key(|(key, at)| (*at, is_failure(key))) {
             Some((key, _)) if key.note == Note::Index => RankState::Stored,
-            Some((key, _)) => RankState::Failed(failure_of(bucket, key).await?),
-            None => RankState::AtWork,
+            Some((key, _)) => match failure_of(bucket, key).await {
+                Ok(cause) => RankState::Failed(cause),
+                // It was taken away meanwhile, as a step was committed.
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                Err(error) => return Err(error),
+            },
+            None if of_try.clone().next().is_some() => RankState::AtWork,
+            None => RankState::Earlier,
         };
-        let heard = own.iter().map(|(_, at)| *at).max().unwrap_or_default();
+        let heard = own.map(|(_, at)| *at).max().unwrap_or_default();
         news.push(RankNews { rank, state, heard });
     }
     Ok(news)
 }
 
-/// How many ranks there are, as one of them that stored its part told; `None` where its note is gone by now.
+/// How many ranks there are, as one of them that stored its part told; `None` where its note is gone by now, or damaged.
 async fn world_size(bucket: &Bucket, notes: &[(RankKey, Timestamp)]) -> Result<Option<u32>> {
     let Some((key, _)) = notes.iter().find(|(key, _)| key.note == Note::Index) else { return Ok(None) };
     match bucket.get_whole_at_most(&key.object(), TextLength::MOST).await {
-        Ok((data, _)) => Ok(Some(Manifest::decode_index(&data)?.world_size)),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        // What is wrong with it is told by who commits.
+        Ok((data, _)) => Ok(Manifest::decode_index(&data).ok().map(|index| index.world_size)),
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -136,13 +151,23 @@ mod tests {
         assert_eq!(second().await, RankState::AtWork);
         put_failed(&bucket, run.save(5), 1, None, "its disk is full").await.expect("put");
         assert_eq!(second().await, RankState::Failed("its disk is full".into()));
+        // Times of a store are of a second at worst, and of a microsecond here.
+        put_alive(&bucket, run.save(5), 1).await.expect("put");
+        assert_eq!(second().await, RankState::AtWork, "it is tried again");
+        assert_eq!(saves().await[0].ranks[0].state, RankState::Earlier, "who is waited for now");
         put_rank(&bucket, &run, 1, &index_of(&run, 1)).await.expect("put");
-        assert_eq!(second().await, RankState::Stored, "it was tried again");
+        assert_eq!((second().await, saves().await[0].stored()), (RankState::Stored, 1));
+        put_rank(&bucket, &run, 0, &index_of(&run, 0)).await.expect("put");
+        assert_eq!(saves().await[0].stored(), 2);
         let merged = merge_ranks(&bucket, &run.save(5), 2, &"c0".repeat(16), &mut None).await;
         let step = merged.expect("whole").expect("of one round");
         commit(&bucket, &run, &step).await.expect("committed");
         assert_eq!(saves().await, []);
         put_alive(&bucket, run.save(4), 1).await.expect("put");
         assert!(saves().await[0].is_left, "the job is past it");
+        let next = Start { nonce: "cd".repeat(16), host: "h".into(), pid: 2, started_ms: 1 };
+        let next = begin_run(&bucket, next).await.expect("run");
+        put_alive(&bucket, next.save(4), 1).await.expect("put");
+        assert_eq!(saves().await.iter().map(|save| save.is_left).collect::<Vec<_>>(), [true, false]);
     }
 }

@@ -161,6 +161,10 @@ impl Session {
         let Some(mut stream) = self.predecessor.take() else { return Ok(()) };
         let visit = Visit::Succeed { lost: self.lost.own.clone() };
         let said = say(&mut stream, &visit, Some(heir.as_fd()));
+        if said.is_err() {
+            // A child that was forked meanwhile may have it open.
+            heir.shutdown();
+        }
         drop(heir);
         let answer = match said.and_then(|()| stream.receive()) {
             Ok(Some((frame, _))) => parse(&frame)?,

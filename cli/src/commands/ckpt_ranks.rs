@@ -74,6 +74,7 @@ fn word(state: &RankState) -> &'static str {
         RankState::AtWork => "at work",
         RankState::Stored => "stored",
         RankState::Failed(_) => "failed",
+        RankState::Earlier => "not heard of in this try",
     }
 }
 
