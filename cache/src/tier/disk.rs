@@ -5,7 +5,7 @@
 //! not evicted. Files are not synced: after a power cut the checksum tells which ones made it.
 //!
 //! Small blocks are read on their callers' threads, as far as the kernel has them in memory or few of these threads wait. All else is
-//! read by io_uring, where the kernel has that: no thread waits for the disk, which is asked for many blocks at once. Large blocks go
+//! read by io_uring, where the kernel has that: no thread waits for their bytes, of which many are asked for at once. Large blocks go
 //! past the page cache, unless it has them, as it has what a warmup fetched: else they are in memory twice, and copying them there
 //! takes several times the processor time of the read.
 

@@ -1,7 +1,7 @@
 //! Where an agent is found once its trainer was killed, and who came there.
 //!
-//! An agent that is succeeded hands the place to its successor's, with those who stand there and were not answered yet: at no moment
-//! would a start that looks find nobody.
+//! An agent that is succeeded hands the place to its successor's, with those who stand there and were not answered yet: a start
+//! that looks in between finds the one or the other.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;

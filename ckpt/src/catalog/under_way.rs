@@ -38,7 +38,8 @@ pub struct RankNews {
 pub enum RankState {
     /// It is at work. One that is so for long tells it every two and a half minutes.
     AtWork,
-    /// Its part is in the store.
+    /// Its part is in the store. Of a step that is tried again it may be that of the try before, where another rank had failed already
+    /// when it came there.
     Stored,
     /// It will not store its part, for this cause.
     Failed(String),
@@ -83,12 +84,16 @@ pub async fn under_way(bucket: &Bucket) -> Result<Vec<UnderWay>> {
     Ok(found)
 }
 
-/// What each rank told last. A step that a rank could not store is tried again: what was told before that failure is of the try
-/// before, once anything was told after it.
+/// What each rank told last. Once a rank told more after its own failure, the step is tried again, and what all told until that failure is
+/// of the try before; that others go on after it is nothing new.
 async fn news(bucket: &Bucket, notes: &[(RankKey, Timestamp)]) -> Result<Vec<RankNews>> {
     let is_failure = |key: &RankKey| matches!(key.note, Note::Failed(_));
-    let failed = notes.iter().filter(|(key, _)| is_failure(key)).map(|(_, at)| *at).max();
-    let begun_again = failed.filter(|failed| notes.iter().any(|(key, at)| !is_failure(key) && at > failed));
+    let tried_again = |(failed, at): &(RankKey, Timestamp)| {
+        let is_later =
+            |(key, later): &(RankKey, Timestamp)| key.rank == failed.rank && later > at && !is_failure(key);
+        is_failure(failed) && notes.iter().any(is_later)
+    };
+    let begun_again = notes.iter().filter(|note| tried_again(note)).map(|(_, at)| *at).max();
     let ranks: BTreeSet<u32> = notes.iter().map(|(key, _)| key.rank).collect();
     let mut news = Vec::with_capacity(ranks.len());
     for rank in ranks {
@@ -151,9 +156,13 @@ mod tests {
         assert_eq!(second().await, RankState::AtWork);
         put_failed(&bucket, run.save(5), 1, None, "its disk is full").await.expect("put");
         assert_eq!(second().await, RankState::Failed("its disk is full".into()));
-        // Times of a store are of a second at worst, and of a microsecond here.
+        put_alive(&bucket, run.save(5), 0).await.expect("put");
+        assert_eq!(second().await, RankState::Failed("its disk is full".into()), "others go on as they were");
         put_alive(&bucket, run.save(5), 1).await.expect("put");
         assert_eq!(second().await, RankState::AtWork, "it is tried again");
+        assert_eq!(saves().await[0].ranks[0].state, RankState::AtWork, "with what it told since");
+        put_failed(&bucket, run.save(5), 1, None, "it still is").await.expect("put");
+        put_alive(&bucket, run.save(5), 1).await.expect("put");
         assert_eq!(saves().await[0].ranks[0].state, RankState::Earlier, "who is waited for now");
         put_rank(&bucket, &run, 1, &index_of(&run, 1)).await.expect("put");
         assert_eq!((second().await, saves().await[0].stored()), (RankState::Stored, 1));

@@ -201,7 +201,7 @@ fn is_passing(error: &io::Error) -> bool {
 mod tests {
     use std::io::Write;
 
-    use rustix::fs::{CWD, FileType, Mode};
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
 
     use super::super::pass_cache;
     use super::*;
@@ -269,13 +269,27 @@ mod tests {
     async fn who_asked_may_end_before_the_answer() {
         let (folder, Some(ring)) = (tempfile::tempdir().expect("scratch"), ring()) else { return };
         let path = folder.path().join("pipe");
-        rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).expect("a pipe");
+        mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).expect("a pipe");
         let mut pipe = File::options().read(true).write(true).open(&path).expect("open");
         let (reader, own) = (File::open(&path).expect("open"), ring.clone());
         let read = std::thread::spawn(move || own.read(reader, Pool::new(4096, 0).take(4096))).join();
         pipe.write_all(b"hello").expect("write");
         let (count, buffer) = read.expect("it was begun").await.expect("read");
         assert_eq!(&buffer[..count], b"hello");
+    }
+
+    /// Who waited for a ring that the kernel refused to go on with waited for ever.
+    #[tokio::test]
+    async fn a_ring_that_the_kernel_refuses_answers_that_at_once() {
+        let (folder, Some(ring)) = (tempfile::tempdir().expect("scratch"), ring()) else { return };
+        let pipe = folder.path().join("pipe");
+        mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).expect("a pipe");
+        let _writer = File::options().read(true).write(true).open(&pipe).expect("open");
+        let begin = || ring.read(File::open(&pipe).expect("open"), Pool::new(4096, 0).take(4096));
+        let under_way = begin();
+        ring.0.end(&mut ring.0.reads.lock(), &io::ErrorKind::OutOfMemory.into());
+        under_way.await.expect_err("nobody hears the answer");
+        begin().await.expect_err("nothing is asked any more");
     }
 
     #[tokio::test]
