@@ -17,7 +17,7 @@ use forebay_io::mem::SharedMemory;
 use forebay_io::net::FdStream;
 use parking_lot::Mutex;
 
-use crate::agent::{Hello, Linger, Member, Origin, Replication, Reply, Request, Told};
+use crate::agent::{Hello, KeptStep, Linger, LostRanks, Member, Origin, Replication, Reply, Request, Told};
 use crate::arena::{Arena, Cut, Held, HeldStep, SLOTS, Seal, Slot, Snapshot, attempt_of};
 use crate::catalog::Round;
 use crate::local::LocalTier;
@@ -112,6 +112,16 @@ struct Missing {
     own: Vec<u32>,
     /// Of the start whose step was restored.
     followed: Vec<u32>,
+    /// Parts of both that agents keep, which store them.
+    kept: Vec<KeptStep>,
+}
+
+impl Missing {
+    /// What is told of some of them.
+    fn told(&self, ranks: &[u32]) -> LostRanks {
+        let of_these = |kept: &&KeptStep| ranks.contains(&kept.rank);
+        LostRanks { ranks: ranks.to_vec(), kept: self.kept.iter().filter(of_these).cloned().collect() }
+    }
 }
 
 /// A trainer's connection to its agent.

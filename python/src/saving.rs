@@ -4,6 +4,7 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use forebay_ckpt::agent::{Hello, Linger, Member, Origin, Replication, serve};
+use forebay_ckpt::arena::HeldStep;
 use forebay_ckpt::catalog::{Keep, Round, Start};
 use forebay_ckpt::dtype::{DTYPES, Dtype};
 use forebay_ckpt::local::LocalTier;
@@ -181,9 +182,10 @@ impl Session {
     }
 
     /// Notes the ranks whose killed processes left no agent, of as many as there are now and of the start whose step was restored,
-    /// before one of this session's own is greeted.
-    fn set_lost(&self, py: Python<'_>, own: Vec<u32>, followed: Vec<u32>) {
-        py.detach(|| self.0.lock().set_lost(own, followed));
+    /// and what agents have kept of their parts (rank, nonce of the start, step), before one of this session's own is greeted.
+    fn set_lost(&self, py: Python<'_>, own: Vec<u32>, followed: Vec<u32>, kept: Vec<(u32, String, u64)>) {
+        let kept = kept.into_iter().map(|(rank, start, step)| (rank, HeldStep { start, step })).collect();
+        py.detach(|| self.0.lock().set_lost(own, followed, kept));
     }
 
     /// Has what is saved next refer to what did not change since a step, given by the start of its start's nonce.

@@ -22,6 +22,7 @@ from forebay import _hosts, _native, _replicas, _together
 
 from .conftest import Child, arenas_of, chances, wait_until
 from .hosts import Hosts, Report, Work, ddp_parts, hosts, train  # noqa: F401  (one is a fixture)
+from .test_crash import is_running
 from .test_dcp import numbers
 from .test_ranks import fsdp_parts, fsdp_values
 from .test_restart import LINGER_S, end
@@ -151,6 +152,54 @@ def test_a_job_that_lost_a_host_goes_on_from_the_copies_of_another(
     assert forebay.Checkpointer(place).steps() == [1]
     for agent in left:
         end(agent)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_what_was_sealed_comes_to_the_store_though_a_host_was_lost_before(hosts: Hosts, tmp_path: Path, lost: int) -> None:
+    """The store is away as the host is lost. What ranks there had sealed, the agents store that keep the copies."""
+    place, away = tmp_path / "run", tmp_path / "away"
+
+    def work(rank: int, report: Report) -> None:
+        warnings.simplefilter("ignore", forebay.CheckpointWarning)
+        checkpointer, state = forebay.Checkpointer(place, every=1, linger=LINGER_S, replicas=1), fsdp_parts(1)
+        for step in (1, 2):
+            train(state, 1)
+            save = checkpointer.step(step, state)
+            assert save is not None and save.wait_replicated(60) and (step == 2 or save.wait_durable(60))
+            dist.barrier()
+            if step == 1 and rank == 0:
+                place.rename(away)
+            dist.barrier()
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    def go_on(rank: int) -> Any:
+        with forebay.Checkpointer(place, every=1, linger=0.0) as checkpointer:
+            state = fsdp_parts(2)
+            step, restored = checkpointer.restore(state), checkpointer.restored
+            assert restored is not None
+            train(state, 1)
+            save = checkpointer.step(3, state)
+            assert save is not None and save.wait_durable(60)
+        return [step, restored.tier]
+
+    agents = killed(hosts, work)
+    for agent in agents[2 * lost : 2 * lost + 2]:
+        end(agent)
+    away.rename(place)
+    assert hosts.run(4, go_on) == [[2, "peer"]] * 4
+    # Agents of which a successor has what they held stay for what is under way.
+    wait_until(lambda: not any(map(is_running, agents)))
+    assert _native.verify(f"file://{place}", None) == []
+    assert forebay.Checkpointer(place).steps() == [1, 2, 3]
+
+    def restore(rank: int) -> Any:
+        state, expected = fsdp_parts(2), fsdp_parts(1)
+        step = forebay.Checkpointer(place).restore(state, step=2)
+        train(expected, 2)
+        return [step, fsdp_values(state) == fsdp_values(expected)]
+
+    assert hosts.run(2, restore) == [[2, True]] * 2
 
 
 @pytest.mark.parametrize("lost", [None, 0, 1])

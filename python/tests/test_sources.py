@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 import pytest
 
-from forebay._sources import Source, candidate_of, choices, lost_ranks
+from forebay._sources import Source, candidate_of, choices, kept_parts, lost_ranks
 
 OLD, NEW = "a" * 32, "b" * 32
 
@@ -23,6 +23,7 @@ def test_copies_take_the_place_of_what_is_lost_or_damaged() -> None:
     words = [word(OLD, 4, 3, place="p0", kept=[(1, [OLD, 4]), (1, [OLD, 3])]), word(None, place="p1")]
     candidate = candidate_of(words, None)
     assert candidate is not None and candidate.step == (OLD, 4) and lost_ranks(words) == [1]
+    assert kept_parts(words) == [(1, OLD, 3), (1, OLD, 4)]
     assert choices(candidate, [0, 1]) == [[Source(0, "p0", False), Source(0, "p0", True)]]
     # All of it twice: first as it was sealed.
     words[1] = word(OLD, 4, 3, place="p1", kept=[(0, [OLD, 4])])

@@ -9,7 +9,7 @@ use std::time::Duration;
 use forebay_core::{Error, Result};
 use forebay_io::net::{FdStream, Meeting, meet, wait_readable};
 
-use super::{Answer, VISIT_VERSION, Visit};
+use super::{Answer, LostRanks, VISIT_VERSION, Visit};
 use crate::catalog::Start;
 
 /// Visitors at once at most: the ranks of one host, several times over. More are turned away.
@@ -238,7 +238,7 @@ fn dismiss_earlier(place: &str, own: &Start) -> Result<Dismissed> {
     }
     let (heir_of, heir) = FdStream::pair()?;
     heir_of.set_patience(PATIENCE)?;
-    stream.send(&words(&Visit::Succeed { lost: Vec::new() })?, Some(heir.as_fd()))?;
+    stream.send(&words(&Visit::Succeed(LostRanks::default()))?, Some(heir.as_fd()))?;
     drop(heir);
     // It has left the place when it says what becomes of its saves, which its own start told of.
     stream.receive()?;

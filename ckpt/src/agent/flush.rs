@@ -1,11 +1,9 @@
 //! From a slot to a committed step: upload, and check meanwhile; complete, commit.
 
-use std::cmp::Reverse;
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind, ObjectKey, Result, Timestamp};
+use forebay_core::{Error, ObjectKey, Result};
 use forebay_io::clock::{Clock, Moment};
 use forebay_io::object::{Bucket, Condition, Upload, UploadOptions};
 use futures::future::{FutureExt, OptionFuture};
@@ -19,23 +17,11 @@ use super::source::Source;
 use super::{Member, Seal};
 use crate::arena::Held;
 use crate::catalog::{
-    Note, OLD, RankKey, Round, Run, StepKey, abort_uploads_to, failure_of, forget_notes, forget_ranks,
-    is_commit_of, list_notes_of, list_ranks, load_manifest, merge_ranks, missing, put_intent, put_rank,
+    Note, OLD, RankKey, Run, abort_uploads_to, forget_notes, load_manifest, missing, put_intent, put_rank,
     try_commit,
 };
 use crate::manifest::{Checksum, Identity, Manifest, Shard, ShardKey};
 use crate::trees;
-
-/// The first pause between two looks for the other ranks, and the longest.
-const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_secs(1)];
-/// How long the other ranks are waited for, from when one of them last told that it goes on.
-const RANKS_PATIENCE: Duration = Duration::from_secs(600);
-/// Ranks that may look once a second, each; where there are more, each looks less often.
-const RANKS_A_SECOND: u32 = 8;
-/// How long a rank that is to put a step together has for it before the next one takes its turn: many times what it takes.
-const TURN: Duration = Duration::from_secs(5);
-/// When the last one does.
-const LAST_TURN: Duration = Duration::from_secs(300);
 
 /// A sealed snapshot and where it lies.
 pub(super) struct Save {
@@ -268,22 +254,12 @@ async fn holds_part(bucket: &Bucket, member: &Member, part: &Manifest) -> Result
     Ok(there.shards.iter().any(|shard| save(shard) == save(&part.shards[0])))
 }
 
-/// Commits the step whose part was stored, or waits until the job's other ranks allow that, or tell in `round` that they
-/// never will. What a rank alone noted stays; what it began to store at `begun` long ago is looked for first: its host may
+/// Commits the step whose part a rank alone stored. What it began to store at `begun` long ago is looked for first: its host may
 /// have been suspended, and told nobody that the save goes on.
 ///
 /// # Errors
 /// `Unavailable` when it is to be tried again, `Stale` when a later start took over meanwhile.
-pub(super) async fn settle(
-    leave: &mut Leave<'_>,
-    member: Option<&Member>,
-    part: &Manifest,
-    begun: Moment,
-    round: Option<Round>,
-) -> Result<Outcome> {
-    if let Some(member) = member {
-        return commit_together(leave, member, part, round).await;
-    }
+pub(super) async fn commit_alone(leave: &mut Leave<'_>, part: &Manifest, begun: Moment) -> Result<Outcome> {
     leave.renew().await?;
     if let Some(shard) = find_gone(leave.clock, leave.bucket, part, begun, true).await? {
         return Ok(Outcome::Gone(shard));
@@ -292,118 +268,6 @@ pub(super) async fn settle(
         return Ok(Outcome::Taken);
     }
     Ok(Outcome::Durable(None))
-}
-
-/// Waits until every rank stored its part, and commits the step when it is this rank's turn, unless another rank's agent
-/// was first.
-async fn commit_together(
-    leave: &mut Leave<'_>,
-    member: &Member,
-    part: &Manifest,
-    round: Option<Round>,
-) -> Result<Outcome> {
-    let (clock, bucket) = (leave.clock, leave.bucket);
-    let (step, save) = (part.step, member.save(part.step));
-    let (mut late, mut was_gone) = (None, false);
-    let mut deadline = clock.now() + RANKS_PATIENCE;
-    let mut seen = Vec::new();
-    let (mut complete, mut rest) = (None, pauses(member.world_size));
-    loop {
-        let looked = clock.now();
-        if bucket.head(&save.object()).await?.is_some() {
-            let is_own = is_commit_of(bucket, &save, &part.commit).await?;
-            return Ok(if is_own { Outcome::Durable(None) } else { Outcome::Taken });
-        }
-        let notes = list_notes_of(bucket, &save).await?;
-        let of = |note: Note| notes.iter().filter(move |(key, _)| key.note == note);
-        let signs: Vec<_> = of(Note::Alive).cloned().collect();
-        if signs != seen {
-            (seen, deadline) = (signs, clock.now() + RANKS_PATIENCE);
-        }
-        let refused = |why: String| {
-            let message = format!("step {step} was not saved: {why}");
-            Ok(Outcome::Refused(Error::new(ErrorKind::Unavailable, message)))
-        };
-        if let Some((failed, _)) = of(Note::Failed(round)).next() {
-            let rank = failed.rank;
-            return refused(format!("rank {rank}: {}", failure_of(bucket, failed).await?));
-        }
-        let stored: Vec<(u32, Timestamp)> = of(Note::Index).map(|(key, at)| (key.rank, *at)).collect();
-        let lacks = |rank| !stored.iter().any(|(other, _)| *other == rank);
-        if let Some(lost) = leave.trainer.lost_rank(lacks) {
-            return refused(format!("rank {lost} is gone, and left nobody who would store its part"));
-        }
-        let mut may_wait = false;
-        if stored.len() == member.world_size as usize {
-            let since = *complete.get_or_insert_with(|| {
-                // Whoever commits it does so soon.
-                rest = pauses(member.world_size);
-                clock.now()
-            });
-            may_wait = clock.now().since(since) < turn(&stored, member.rank);
-            if !may_wait {
-                match commit_whole(leave, member, &save, &part.commit, &mut late).await {
-                    Ok(Some(outcome)) => return Ok(outcome),
-                    Ok(None) => {}
-                    // Another agent just committed the step and took the indexes away.
-                    Err(error) if error.kind() == ErrorKind::NotFound => {
-                        if !std::mem::replace(&mut was_gone, true) {
-                            continue;
-                        }
-                    }
-                    Err(error) if error.kind() == ErrorKind::Invalid => return Ok(Outcome::Refused(error)),
-                    Err(error) => return Err(error),
-                }
-            }
-        }
-        if looked > deadline && !may_wait {
-            let is_there = |rank: &u32| stored.iter().any(|(other, _)| other == rank);
-            let is_late = |rank: &u32| !is_there(rank) || late == Some(*rank);
-            let late: Vec<u32> = (0..member.world_size).filter(is_late).collect();
-            return refused(format!("ranks {late:?} did not store their parts in time"));
-        }
-        clock.sleep(rest.next().unwrap_or(PAUSES[1])).await;
-    }
-}
-
-/// Commits a step all of whose indexes are there, where they are all of the round of `commit`.
-async fn commit_whole(
-    leave: &mut Leave<'_>,
-    member: &Member,
-    save: &StepKey,
-    commit: &str,
-    late: &mut Option<u32>,
-) -> Result<Option<Outcome>> {
-    let (bucket, begun) = (leave.bucket, leave.clock.now());
-    let merged = merge_ranks(bucket, save, member.world_size, commit, late).await?;
-    let Some(manifest) = merged else { return Ok(None) };
-    // Listed before the commit, and with what earlier steps left.
-    let keys = list_ranks(bucket).await?;
-    leave.renew().await?;
-    // Indexes keep what they name for as long as they are there, which was seen too long ago.
-    if leave.clock.now().since(begun) > OLD {
-        return Ok(None);
-    }
-    if try_commit(bucket, &member.run, &manifest).await?.is_none() {
-        return Ok(Some(Outcome::Taken));
-    }
-    Ok(Some(Outcome::Durable(forget_ranks(bucket, &keys, save).await.err())))
-}
-
-/// The pauses between a rank's looks for the others: short at first, and in the end as long as so many ranks allow.
-fn pauses(world_size: u32) -> impl Iterator<Item = Duration> {
-    let longest = PAUSES[1] * world_size.div_ceil(RANKS_A_SECOND).max(1);
-    std::iter::successors(Some(PAUSES[0]), move |pause| Some((*pause * 3 / 2).min(longest)))
-}
-
-/// How long after all of a step is there `rank` puts it together, of those that stored their parts, with when by the store's
-/// clock. One is enough, and reads what all of them wrote: first the one that came last, which looks right then; the
-/// others, one after another, stand in for one that died.
-fn turn(stored: &[(u32, Timestamp)], rank: u32) -> Duration {
-    let place = |(rank, at): &(u32, Timestamp)| (Reverse(*at), *rank);
-    let own = stored.iter().find(|(other, _)| *other == rank).map(place);
-    let before = stored.iter().filter(|other| Some(place(other)) < own).count() as u32;
-    TURN.min(LAST_TURN / (stored.len() as u32).max(1)) * before
 }
 
 /// What a manifest says of a sealed shard that is stored in a file with `header`, but for what is known only once it was

@@ -15,14 +15,16 @@ use tokio::sync::mpsc;
 use super::base::Base;
 use super::copy::{Copy, Settled};
 use super::disk::Copies;
-use super::flush::{Given, Outcome, Save, Stored, discard, find_gone, publish, settle, store};
+use super::flush::{Given, Outcome, Save, Stored, commit_alone, discard, find_gone, publish, store};
 use super::leave::Leave;
 use super::patience::Patience;
 use super::protocol::now_us;
 use super::remains::Remains;
+use super::replicas::Shelf;
 #[cfg(test)]
 use super::source::Source;
 use super::sweep::Sweeper;
+use super::together::Together;
 use super::trainer::Trainer;
 use super::{Hello, Origin, Reply, Seal};
 use crate::arena::HeldStep;
@@ -102,6 +104,8 @@ pub(super) struct Flusher {
     origin: Option<Origin>,
     /// To this host's disk, where copies are kept there.
     copies: Option<Copies>,
+    /// What is kept for ranks of other hosts, where that is.
+    shelf: Option<Shelf>,
     /// The nonce of another start, which ended, and whose saves these are.
     heir_of: Option<String>,
     /// Steps that are committed, or never will be, whose notes stay as yet.
@@ -126,12 +130,18 @@ impl Flusher {
             base: None,
             origin: None,
             copies,
+            shelf: None,
             heir_of: None,
             left: Vec::new(),
             in_doubt: Vec::new(),
             told_of_notes: false,
             remains: Remains::default(),
         }
+    }
+
+    /// With what is kept for ranks of other hosts.
+    pub(super) fn with_shelf(self, shelf: Option<Shelf>) -> Self {
+        Self { shelf, ..self }
     }
 
     /// Settles every save that arrives, in order; beside them, uploads of the dead are ended.
@@ -451,7 +461,14 @@ impl Flusher {
                 self.trainer.tell(&Reply::Stored { save: save.held.seal.save, at_us: now_us(&self.clock) });
             }
         }
-        settle(&mut leave, member, &stored.part, begun, round).await
+        match member {
+            Some(member) => {
+                let together = Together { member, round, shelf: self.shelf.as_ref() };
+                together.commit(&mut leave, &stored.part).await
+            }
+            // What a rank alone noted stays.
+            None => commit_alone(&mut leave, &stored.part, begun).await,
+        }
     }
 
     /// Opens the bucket and takes an incarnation.
@@ -569,6 +586,8 @@ mod delta_tests;
 mod disk_tests;
 #[cfg(test)]
 mod fault_tests;
+#[cfg(test)]
+mod heir_tests;
 #[cfg(test)]
 mod lost_tests;
 #[cfg(test)]

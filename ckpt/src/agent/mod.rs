@@ -10,7 +10,9 @@ mod patience;
 mod trainer;
 mod copy;
 mod leave;
+mod heir;
 mod flush;
+mod together;
 mod remains;
 mod disk;
 mod replicas;
@@ -22,7 +24,7 @@ mod serve;
 
 pub(crate) use protocol::KeptStep;
 pub use protocol::{
-    Answer, Hello, Linger, Member, Origin, Replication, Reply, Request, Told, VISIT_VERSION, Visit,
+    Answer, Hello, Linger, LostRanks, Member, Origin, Replication, Reply, Request, Told, VISIT_VERSION, Visit,
 };
 pub(crate) use protocol::{MADE_WAY, MAKES_WAY_LATER};
 pub use serve::serve;

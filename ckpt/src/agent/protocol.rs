@@ -204,11 +204,7 @@ pub enum Visit {
     },
     /// I hold it now: tell me, as replies, what becomes of the saves under way, and end. The place where you are found is for who is
     /// at the other end of the connection whose descriptor comes with the frame.
-    Succeed {
-        /// Ranks whose agents are nowhere any more: what they did not store by now they never will.
-        #[serde(default)]
-        lost: Vec<u32>,
-    },
+    Succeed(LostRanks),
     /// Saves of another job lack memory: let go of yours, if nothing is lost by that. Answered by [`MADE_WAY`], or by
     /// [`MAKES_WAY_LATER`] where it is still on its way to the store.
     MakeWay {
@@ -216,10 +212,21 @@ pub enum Visit {
         /// has no use for any more.
         #[serde(default)]
         after: Vec<String>,
-        /// Ranks of the last of these whose agents are nowhere any more.
-        #[serde(default)]
-        lost: Vec<u32>,
+        /// Those of the last of these.
+        #[serde(flatten)]
+        lost: LostRanks,
     },
+}
+
+/// Ranks whose agents are nowhere any more.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LostRanks {
+    /// Their numbers: what they did not store by now they never will.
+    #[serde(rename = "lost", default)]
+    pub ranks: Vec<u32>,
+    /// Parts of theirs that other agents keep, which store them.
+    #[serde(default)]
+    pub kept: Vec<KeptStep>,
 }
 
 /// The answer of an agent that has let go of its memory.

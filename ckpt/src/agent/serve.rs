@@ -32,7 +32,7 @@ use super::protocol::{MADE_WAY, MAKES_WAY_LATER, Replication, now_us};
 use super::replicas::{Keeper, Outbox, Sender, without_copies};
 use super::source::Source;
 use super::trainer::Trainer;
-use super::{Hello, Reply, Request, Told, VISIT_VERSION, Visit};
+use super::{Hello, LostRanks, Reply, Request, Told, VISIT_VERSION, Visit};
 use crate::arena::{Held, HeldStep, SLOTS, attempt_of};
 use crate::local::PATIENCE;
 
@@ -89,7 +89,9 @@ fn serve_on(runtime: &Runtime, mut stream: FdStream, pace: Arc<Pace>, notice: Op
         desk.others = others.inspect_err(|error| trainer.tell(&without_copies(error))).ok();
         trainer.tell(&Reply::Keeps(desk.others.as_ref().map(|others| others.keeper.address())));
     }
-    let flusher = tasks.spawn("flush", Flusher::new(*hello, trainer, copies).settle_all(queue));
+    let shelf = desk.others.as_ref().map(|others| others.keeper.shelf());
+    let flusher = Flusher::new(*hello, trainer, copies).with_shelf(shelf);
+    let flusher = tasks.spawn("flush", flusher.settle_all(queue));
     let served = desk.serve(&mut stream);
     let door = desk.close();
     let flushed = runtime.block_on(flusher);
@@ -302,7 +304,7 @@ impl Desk {
                         self.door.keep(visitor);
                     }
                 }
-                Some((Visit::Succeed { lost }, visitor, heir)) => {
+                Some((Visit::Succeed(lost), visitor, heir)) => {
                     self.door.hand_over(heir);
                     self.trainer.set_lost(lost);
                     if let Err(error) = self.trainer.hand_over(visitor) {
@@ -324,7 +326,7 @@ impl Desk {
     }
 
     /// Lets go of all memory for saves that lack it, if nothing is lost by that; whether it did.
-    fn make_way(&mut self, after: &[String], lost: Vec<u32>, mut visitor: FdStream) -> bool {
+    fn make_way(&mut self, after: &[String], lost: LostRanks, mut visitor: FdStream) -> bool {
         // Its trainers have what is held here, or went on from something else, and have no use for it.
         let is_followed = after.iter().any(|start| start == attempt_of(&self.hello.start.nonce));
         if is_followed {
@@ -340,7 +342,7 @@ impl Desk {
         tracing::info!("lets go of its steps in memory, which are not lost by that: saves need it");
         self.door.close();
         self.holdings.clear();
-        self.others = None;
+        self.others.take().iter().for_each(|others| others.keeper.clear());
         // One that left early has the memory all the same.
         visitor.send(MADE_WAY, None).ok();
         true
@@ -403,7 +405,7 @@ mod tests {
 
     /// From a start that comes after another one.
     fn make_way(after: &str) -> Visit {
-        Visit::MakeWay { after: vec![after.to_owned()], lost: vec![3] }
+        Visit::MakeWay { after: vec![after.to_owned()], lost: LostRanks { ranks: vec![3], kept: Vec::new() } }
     }
 
     /// An agent's desk, and the trainer's end of it, which has sealed a step.
@@ -530,7 +532,8 @@ mod tests {
         };
         let own = "ab".repeat(4);
         assert_eq!(ask(&own).as_deref(), Some(MAKES_WAY_LATER), "it is on its way to the store");
-        assert_eq!(trainer.lost_rank(|_| true), Some(3), "and needs not wait for who is gone");
+        let step = HeldStep { start: "s".repeat(32), step: 1 };
+        assert_eq!(trainer.lost_rank(&step, |_| true), Some(3), "and needs not wait for who is gone");
         trainer.tell(&Reply::Failed { save: 1, error: (&Error::invalid("it is gone")).into() });
         assert_eq!(ask("cdcdcdcd"), None, "it is nowhere else");
         assert_eq!(ask(&own).as_deref(), Some(MADE_WAY));
@@ -555,7 +558,7 @@ mod tests {
             assert_eq!(answer.as_deref(), is_known.then_some(MADE_WAY));
             let successor = (!is_known).then(|| {
                 let mut visitor = meet(&place, LONG).expect("meet").expect("it waits");
-                say(&mut visitor, &Visit::Succeed { lost: Vec::new() }, None);
+                say(&mut visitor, &Visit::Succeed(LostRanks::default()), None);
                 visitor
             });
             desk.join().expect("the desk").expect("served");
@@ -620,7 +623,7 @@ mod tests {
             let mut standing = Vec::new();
             if is_said {
                 standing.push(come());
-                let words = serde_json::to_vec(&Visit::Succeed { lost: Vec::new() }).expect("encodes");
+                let words = serde_json::to_vec(&Visit::Succeed(LostRanks::default())).expect("encodes");
                 successor.send(&words, Some(heir.as_fd())).expect("send");
                 standing.push(come());
             }

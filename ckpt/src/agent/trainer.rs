@@ -9,9 +9,10 @@ use forebay_io::mem::Lease;
 use forebay_io::net::FdStream;
 use parking_lot::Mutex;
 
-use super::Reply;
 use super::pace::Pace;
 use super::protocol::WireError;
+use super::{LostRanks, Reply};
+use crate::arena::HeldStep;
 
 /// Warnings kept for a successor at most; later ones are dropped.
 const MAX_UNHEARD: usize = 16;
@@ -36,14 +37,15 @@ struct Link {
     failed: BTreeMap<u64, WireError>,
     /// What nobody was there to be warned of.
     unheard: Vec<String>,
-    /// Ranks of which a successor knows that they store nothing more.
-    lost: Vec<u32>,
+    /// What a successor knows of ranks that store nothing more.
+    lost: LostRanks,
 }
 
 impl Trainer {
     pub(super) fn new(stream: FdStream, pace: Arc<Pace>) -> Self {
         let (unsettled, open, durable, failed) = Default::default();
-        let link = Link { stream, unsettled, open, durable, failed, unheard: Vec::new(), lost: Vec::new() };
+        let (unheard, lost) = (Vec::new(), LostRanks::default());
+        let link = Link { stream, unsettled, open, durable, failed, unheard, lost };
         Self { link: Arc::new(Mutex::new(link)), gone: Arc::new(AtomicBool::new(false)), pace }
     }
 
@@ -102,13 +104,20 @@ impl Trainer {
     }
 
     /// Notes the ranks of the job that store nothing more, as a successor knows.
-    pub(super) fn set_lost(&self, lost: Vec<u32>) {
+    pub(super) fn set_lost(&self, lost: LostRanks) {
         self.link.lock().lost = lost;
     }
 
-    /// The first rank that stores nothing more, of those that `lacks` something there.
-    pub(super) fn lost_rank(&self, lacks: impl Fn(u32) -> bool) -> Option<u32> {
-        self.link.lock().lost.iter().copied().find(|rank| lacks(*rank))
+    /// Whether a rank stores nothing more.
+    pub(super) fn is_lost(&self, rank: u32) -> bool {
+        self.link.lock().lost.ranks.contains(&rank)
+    }
+
+    /// The first rank that stores nothing more, and whose part of a step nobody keeps, of those that `lacks` something there.
+    pub(super) fn lost_rank(&self, step: &HeldStep, lacks: impl Fn(u32) -> bool) -> Option<u32> {
+        let LostRanks { ranks, kept } = &self.link.lock().lost;
+        let is_kept = |rank| kept.iter().any(|kept| kept.rank == rank && kept.step == *step);
+        ranks.iter().copied().find(|rank| lacks(*rank) && !is_kept(*rank))
     }
 
     /// Whether there are saves of which nobody knows yet whether they will be committed.

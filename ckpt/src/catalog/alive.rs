@@ -64,7 +64,8 @@ impl Alive {
         }
     }
 
-    async fn tell(&mut self) {
+    /// Tells it now.
+    pub(crate) async fn tell(&mut self) {
         self.is_told = true;
         if let Err(error) = put_alive(&self.bucket, self.save.clone(), self.rank).await {
             tracing::warn!(step = self.save.step, %error, "others were not told that a save goes on");

@@ -27,9 +27,7 @@ mod retain;
 mod uploads;
 mod gc;
 
-pub(crate) use alive::Alive;
-#[cfg(test)]
-pub(crate) use alive::EVERY;
+pub(crate) use alive::{Alive, EVERY};
 pub use commit::commit;
 pub(crate) use commit::{DELETED_HINT, deleted, is_commit_of, missing, saved_already, try_commit};
 pub use gc::{Garbage, collect_garbage};

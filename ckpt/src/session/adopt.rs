@@ -91,10 +91,12 @@ impl Session {
         Ok(())
     }
 
-    /// Notes the ranks whose killed processes left no agent, for the agents of the others not to wait for their parts: of as many ranks
-    /// as there are now, and of the start whose step was restored; said before an agent is greeted.
-    pub fn set_lost(&mut self, own: Vec<u32>, followed: Vec<u32>) {
-        self.lost = Missing { own, followed };
+    /// Notes the ranks whose killed processes left no agent, for the agents of the others not to wait for their parts, but for those
+    /// that agents have `kept`: of as many ranks as there are now, and of the start whose step was restored; said before an agent is
+    /// greeted.
+    pub fn set_lost(&mut self, own: Vec<u32>, followed: Vec<u32>, kept: Vec<(u32, HeldStep)>) {
+        let kept = kept.into_iter().map(|(rank, step)| KeptStep { rank, step }).collect();
+        self.lost = Missing { own, followed, kept };
     }
 
     /// The sealed steps that this session's memory holds, newest first.
@@ -159,7 +161,7 @@ impl Session {
         self.send(&Request::InheritPlace, Some(heir_of.as_fd()))?;
         drop(heir_of);
         let Some(mut stream) = self.predecessor.take() else { return Ok(()) };
-        let visit = Visit::Succeed { lost: self.lost.own.clone() };
+        let visit = Visit::Succeed(self.lost.told(&self.lost.own));
         let said = say(&mut stream, &visit, Some(heir.as_fd()));
         if said.is_err() {
             // A child that was forked meanwhile may have it open.

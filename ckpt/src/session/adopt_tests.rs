@@ -326,7 +326,12 @@ fn a_sealed_step_whose_agent_died_before_it_was_saved_is_told() {
         let filled = snapshot(&mut second, 1000, 8);
         assert_ne!(second.arena.as_ref().expect("arena").memory().id(), left);
         second.abandon(filled);
-        predecessor::say(&mut living, &crate::agent::Visit::Succeed { lost: Vec::new() }, None).expect("say");
+        predecessor::say(
+            &mut living,
+            &crate::agent::Visit::Succeed(crate::agent::LostRanks::default()),
+            None,
+        )
+        .expect("say");
         agent.join().expect("agent").expect("served");
         second.dismiss();
         own.join().expect("agent").expect("served");
@@ -594,7 +599,7 @@ fn what_a_living_trainers_memory_holds_is_open_to_its_job_while_it_is_shown() {
     assert_eq!(taken.kind(), ErrorKind::Exists);
     let visitors = [(); 3].map(|()| visit(&place).expect("it is open"));
     let mut successor = meet(&place, Duration::ZERO).expect("meet").expect("it is open");
-    say(&mut successor, &Visit::Succeed { lost: Vec::new() }, None).expect("say");
+    say(&mut successor, &Visit::Succeed(crate::agent::LostRanks::default()), None).expect("say");
     assert!(!matches!(successor.receive(), Ok(Some(_))), "nobody takes over what is in use");
     // As a child that was forked meanwhile has it.
     let elsewhere = opened.stop.as_ref().expect("open").share();

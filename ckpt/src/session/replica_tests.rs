@@ -189,7 +189,7 @@ fn nobody_waits_for_a_rank_that_was_lost_before_it_stored_its_part() {
     let mut next = fixture.unattached(None);
     prepared(test, 1, &mut next);
     next.adopt(wait_for(&place_of(test, 1)), true).expect("adopt");
-    next.set_lost(vec![0], Vec::new());
+    next.set_lost(vec![0], Vec::new(), Vec::new());
     let own = attach(&mut next);
     pair.agents.pop().expect("rank 1's").join().expect("agent").expect("served");
     let mut warnings = Vec::new();

@@ -28,7 +28,7 @@ impl Session {
 
     /// Faults a slot in, and locks it where a device is to copy into it.
     pub(super) fn make_ready(&mut self, slot: &mut Slot, bytes: u64, threads: usize) -> Result<()> {
-        let (after, lost) = (self.hello.after.clone(), self.lost.followed.clone());
+        let (after, lost) = (self.hello.after.clone(), self.lost.told(&self.lost.followed));
         crowd::fault_in(slot, bytes, threads, &Visit::MakeWay { after, lost })?;
         let Some(device) = &self.device else { return Ok(()) };
         if let Err(error) = slot.pin(device) {

@@ -18,6 +18,7 @@ from ._sources import (
     choices,
     flat,
     held_places,
+    kept_parts,
     lost_ranks,
     words_of,
 )
@@ -58,6 +59,8 @@ class Memory:
         """The ranks of which the last `use` found no agent on any host, where it found any."""
         self.lost_before: list[int] = []
         """The same of the ranks whose step it used."""
+        self.kept: list[tuple[int, str, int]] = []
+        """What of both agents keep for other hosts, of steps that may have all their parts: rank, nonce of the start, and step."""
         self._visited: dict[str, _native.Predecessor] = {}
         """Whom this rank sees at places of this host, while a `use` lasts."""
 
@@ -137,7 +140,7 @@ class Memory:
         use: Callable[[_native.Step], T],
         words: list[dict[str, Any]],
     ) -> Optional[T]:
-        self.lost, self.lost_before = lost_ranks(words), []
+        self.lost, self.lost_before, self.kept = lost_ranks(words), [], kept_parts(words)
         candidate = candidate_of(words, step)
         if candidate is None:
             if any(word["held"] for word in flat(words)):

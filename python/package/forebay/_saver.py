@@ -390,7 +390,7 @@ class Saver:
         predecessor = arena.take()
         if predecessor is not None:
             self._session.adopt(predecessor, arena.is_used)
-        self._session.set_lost(arena.lost, arena.lost_before)
+        self._session.set_lost(arena.lost, arena.lost_before, arena.kept)
         # What was seen later says nothing of when this start began: its number may be among them.
         if self._agent is None and self._ladder.seen is not None:
             self._session.set_seen(self._ladder.seen)

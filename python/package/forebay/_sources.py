@@ -88,6 +88,11 @@ def lost_ranks(words: Sequence[dict[str, Any]]) -> list[int]:
     return [rank for rank, found in enumerate(own) if all(one.is_copy for several in found.values() for one in several)]
 
 
+def kept_parts(words: Sequence[dict[str, Any]]) -> list[tuple[int, str, int]]:
+    """What agents keep for ranks of other hosts: the rank, the nonce of the start, and the step, each once."""
+    return sorted({(rank, start, step) for word in flat(words) for rank, (start, step) in word["kept"]})
+
+
 def choices(candidate: Candidate, hosts: Sequence[int]) -> list[list[Source]]:
     """Which of the parts of a step are read: what was sealed itself, on the host where it is wanted if it is there; and then, if
     any, what hosts keep for each other. `hosts` says which each rank is on."""

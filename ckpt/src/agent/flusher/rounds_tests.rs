@@ -18,7 +18,7 @@ use crate::verify::verify;
 const LONG: Duration = Duration::from_secs(1000);
 
 /// The agent of a rank of two, of the start that `run` records.
-fn agent(bucket: &Bucket, run: &Run, rank: u32, clock: &Clock) -> Flusher {
+pub(super) fn agent(bucket: &Bucket, run: &Run, rank: u32, clock: &Clock) -> Flusher {
     let mut agent = flusher(bucket, run, trainer().0);
     agent.clock = clock.clone();
     agent.hello.start = run.start.clone();
@@ -34,7 +34,7 @@ pub(super) fn part(rank: u32, step: u64, length: usize) -> Save {
 }
 
 /// Lets so many seconds pass, and whoever waits do what there is to do.
-async fn pass(clock: &Clock, seconds: u64) {
+pub(super) async fn pass(clock: &Clock, seconds: u64) {
     for _ in 0..seconds {
         clock.advance(Duration::from_secs(1));
         for _ in 0..20 {
@@ -44,7 +44,7 @@ async fn pass(clock: &Clock, seconds: u64) {
 }
 
 /// Returns once so many shards were stored: until then, no time passes for those who wait for others.
-async fn stored(bucket: &Bucket, shards: usize) {
+pub(super) async fn stored(bucket: &Bucket, shards: usize) {
     while bucket.list("shards").try_collect::<Vec<_>>().await.expect("list").len() < shards {
         tokio::task::yield_now().await;
     }
@@ -106,7 +106,7 @@ async fn what_an_earlier_start_gave_up_is_no_reason_for_its_heirs() {
 }
 
 /// That part, in the try of that number.
-fn in_round(mut save: Save, number: u64) -> Save {
+pub(super) fn in_round(mut save: Save, number: u64) -> Save {
     change(&mut save, |seal| (seal.round, seal.save) = (Some(Round::new(number)), number));
     save
 }

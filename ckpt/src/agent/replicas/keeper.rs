@@ -43,6 +43,18 @@ struct Kept {
     visitors: Vec<FdStream>,
 }
 
+/// What is kept, to be read.
+#[derive(Clone)]
+pub(crate) struct Shelf(Arc<Mutex<Kept>>);
+
+impl Shelf {
+    /// The parts of a step.
+    pub(crate) fn parts(&self, step: &HeldStep) -> Vec<Replica> {
+        let kept = self.0.lock();
+        kept.replicas.iter().filter(|replica| replica.held.name() == *step).cloned().collect()
+    }
+}
+
 /// Keeps copies until it is dropped, for whoever knows the secret.
 pub(crate) struct Keeper {
     kept: Arc<Mutex<Kept>>,
@@ -108,6 +120,11 @@ impl Keeper {
         let mut kept = self.kept.lock();
         kept.replicas.iter_mut().for_each(|replica| replica.is_shared = true);
         kept.replicas.clone()
+    }
+
+    /// What it has, for who stores the parts of ranks that are gone, whatever becomes of this.
+    pub(crate) fn shelf(&self) -> Shelf {
+        Shelf(self.kept.clone())
     }
 
     /// The steps that it has parts of.
@@ -300,6 +317,21 @@ fn is_whole(seal: &Seal, shard: &[u8]) -> bool {
         && slices_of(seal).all(|(_, slice)| {
             forebay_core::crc32c(&shard[slice.start as usize..slice.end as usize]) == slice.crc32c.0
         })
+}
+
+#[cfg(test)]
+impl Shelf {
+    /// These parts, in memory, of those ranks.
+    pub(in crate::agent) fn of<'a>(parts: impl Iterator<Item = (u32, &'a Held, &'a [u8])>) -> Self {
+        let replica = |(rank, held, shard): (u32, &Held, &[u8])| {
+            let memory = SharedMemory::create("forebay-replica", shard.len().next_multiple_of(ALIGNMENT))?;
+            memory.map_write(0..shard.len())?.copy_from_slice(shard);
+            let held = Held::new(held.start.clone(), rank, held.world_size, held.seal.clone());
+            Ok(Replica { held, memory: Arc::new(memory), is_shared: false })
+        };
+        let replicas = parts.map(replica).collect::<Result<_>>().expect("memory");
+        Self(Arc::new(Mutex::new(Kept { replicas, ..Kept::default() })))
+    }
 }
 
 #[cfg(test)]

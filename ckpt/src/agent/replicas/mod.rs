@@ -20,7 +20,7 @@ use super::Reply;
 use crate::arena::Held;
 
 pub(super) use keeper::Keeper;
-pub(crate) use keeper::Replica;
+pub(crate) use keeper::{Replica, Shelf};
 pub(super) use sender::{Outbox, Sender};
 
 /// Raised with each change of what agents say to each other: both are of one job, and mostly of one build.

@@ -1,0 +1,190 @@
+//! Parts of ranks that are gone, of which other hosts keep copies.
+
+use forebay_io::object::{FaultMode, Faults, OperationKind};
+use futures::TryStreamExt;
+
+use super::super::replicas::Shelf;
+use super::rounds_tests::{agent, in_round, in_time, part, pass, stored};
+use super::tests::{start, trainer};
+use super::*;
+use crate::agent::{KeptStep, LostRanks};
+use crate::catalog::{list_ranks, list_steps, put_alive};
+use crate::verify::verify;
+
+fn shelf(kept: &[(u32, Save)]) -> Shelf {
+    Shelf::of(kept.iter().map(|(rank, save)| {
+        let Source::Slot(shard) = &save.source else { unreachable!("it is in memory") };
+        (*rank, &*save.held, &shard[..])
+    }))
+}
+
+async fn shards(bucket: &Bucket) -> usize {
+    bucket.list("shards").try_collect::<Vec<_>>().await.expect("list").len()
+}
+
+/// A job of four ranks, of which ranks 2 and 3 were on a host that is lost.
+struct Job {
+    bucket: Bucket,
+    clock: Clock,
+    run: Run,
+}
+
+impl Job {
+    async fn new() -> Self {
+        let bucket = Bucket::in_memory();
+        let run = begin_run(&bucket, start()).await.expect("run");
+        Self { bucket, clock: Clock::manual(), run }
+    }
+
+    /// What a lost rank sealed of step 1, as the other host keeps it.
+    fn copy(rank: u32) -> Save {
+        in_round(part(rank, 1, 1000 * (rank as usize + 1)), 7)
+    }
+
+    /// The agent of rank 0 or 1, and what it keeps; its trainer is dead.
+    fn agent(&self, rank: u32, kept: &[(u32, Save)]) -> Flusher {
+        let mut agent = agent(&self.bucket, &self.run, rank, &self.clock);
+        agent.hello.member.iter_mut().for_each(|member| member.world_size = 4);
+        agent.with_shelf(Some(shelf(kept)))
+    }
+
+    fn lost(&self, kept: &[u32]) -> LostRanks {
+        let step = HeldStep { start: self.run.start.nonce.clone(), step: 1 };
+        let kept = kept.iter().map(|rank| KeptStep { rank: *rank, step: step.clone() });
+        LostRanks { ranks: vec![2, 3], kept: kept.collect() }
+    }
+
+    /// What becomes of a step of which both agents have their own parts, and so many are stored.
+    async fn flush(&self, agents: &mut [Flusher; 2], shards: usize) -> [Result<u64>; 2] {
+        let [first, second] = agents;
+        let parts = [0, 1].map(Self::copy);
+        let both = async { tokio::join!(first.flush(&parts[0]), second.flush(&parts[1])) };
+        let (one, other) = in_time((&self.bucket, &self.clock), shards, both).await;
+        [one, other]
+    }
+
+    async fn steps(&self) -> usize {
+        assert_eq!(verify(&self.bucket, None, &|_| {}).await.expect("verify"), []);
+        list_steps(&self.bucket).await.expect("list").len()
+    }
+}
+
+/// Such a step was refused: what its ranks had sealed was in memory alone until the next save.
+#[tokio::test]
+async fn a_step_of_lost_ranks_comes_to_the_store_out_of_their_copies() {
+    let job = Job::new().await;
+    let mut agents = [job.agent(0, &[(2, Job::copy(2)), (3, Job::copy(3))]), job.agent(1, &[])];
+    for agent in &agents {
+        agent.trainer.set_lost(job.lost(&[2, 3]));
+    }
+    for flushed in job.flush(&mut agents, 4).await {
+        flushed.expect("durable");
+    }
+    assert_eq!(job.steps().await, 1);
+    assert_eq!(list_ranks(&job.bucket).await.expect("list"), [], "nor is a note left");
+}
+
+/// Nobody waits for what nobody keeps.
+#[tokio::test]
+async fn a_step_of_which_one_part_is_kept_nowhere_is_refused() {
+    let job = Job::new().await;
+    let mut agents = [job.agent(0, &[(2, Job::copy(2))]), job.agent(1, &[])];
+    for agent in &agents {
+        agent.trainer.set_lost(job.lost(&[2]));
+    }
+    for flushed in job.flush(&mut agents, 2).await {
+        let error = flushed.expect_err("refused");
+        assert!(error.message().contains("rank 3 is gone, and left nobody"), "{error}");
+    }
+    assert_eq!(job.steps().await, 0);
+}
+
+/// No start comes that would tell who is lost.
+#[tokio::test]
+async fn who_keeps_copies_of_ranks_that_tell_nothing_stores_them_at_last() {
+    let job = Job::new().await;
+    let mut agents = [job.agent(0, &[(2, Job::copy(2))]), job.agent(1, &[(3, Job::copy(3))])];
+    let [first, second] = &mut agents;
+    let parts = [0, 1].map(Job::copy);
+    let flushes = async { tokio::join!(first.flush(&parts[0]), second.flush(&parts[1])) };
+    tokio::pin!(flushes);
+    let later = async {
+        stored(&job.bucket, 2).await;
+        // Rank 3 tells that it is at work for a while.
+        for expected in [2, 2, 2, 3] {
+            put_alive(&job.bucket, job.run.save(1), 3).await.expect("put");
+            pass(&job.clock, 100).await;
+            assert_eq!(shards(&job.bucket).await, expected, "of rank 2 nothing was heard");
+        }
+        pass(&job.clock, 1000).await;
+    };
+    let (one, other) = tokio::select! {
+        done = &mut flushes => done,
+        () = later => panic!("it waits for ever"),
+    };
+    one.and(other).expect("durable");
+    assert_eq!(job.steps().await, 1);
+}
+
+/// Its job goes on, and has another agent store what that of a rank did not.
+#[tokio::test]
+async fn while_its_trainer_lives_an_agent_stores_nobody_elses_part() {
+    let job = Job::new().await;
+    let (trainer, _listener) = trainer();
+    let mut agent = Flusher { trainer, ..agent(&job.bucket, &job.run, 0, &job.clock) };
+    agent.hello.member.iter_mut().for_each(|member| member.world_size = 2);
+    let mut agent = agent.with_shelf(Some(shelf(&[(1, Job::copy(1))])));
+    let own = Job::copy(0);
+    let error =
+        in_time((&job.bucket, &job.clock), 1, agent.flush(&own)).await.expect_err("it waited in vain");
+    assert!(error.message().contains("ranks [1] did not store their parts in time"), "{error}");
+    assert_eq!(shards(&job.bucket).await, 1);
+}
+
+/// A damaged copy, and one of another try of the step, make no step; all ranks are told at once.
+#[tokio::test]
+async fn what_is_wrong_with_a_copy_is_told_to_all() {
+    let flipped = || {
+        let mut save = Job::copy(2);
+        let Source::Slot(shard) = &save.source else { unreachable!("it is in memory") };
+        let mut shard = shard.to_vec();
+        *shard.last_mut().expect("bytes") ^= 1;
+        save.source = Source::Slot(shard.into());
+        save
+    };
+    for (copy, expected) in [
+        (flipped(), "rank 2: step 1: tensor `t@2` "),
+        (in_round(part(2, 1, 3000), 6), "rank 2: the copy that is left of its part is of another try"),
+    ] {
+        let job = Job::new().await;
+        let mut agents = [job.agent(0, &[(2, copy), (3, Job::copy(3))]), job.agent(1, &[])];
+        for agent in &agents {
+            agent.trainer.set_lost(job.lost(&[2, 3]));
+        }
+        for flushed in job.flush(&mut agents, 2).await {
+            let error = flushed.expect_err("refused");
+            assert!(error.message().contains(expected), "{error}");
+        }
+        assert_eq!(job.steps().await, 0);
+    }
+}
+
+/// The store goes away amid it: it is tried again, and comes to one step.
+#[tokio::test]
+async fn a_store_that_fails_has_parts_of_others_stored_again() {
+    for nth in 2..=5 {
+        for mode in [FaultMode::Before, FaultMode::LoseReply] {
+            let (job, faults) = (Job::new().await, Faults::new());
+            let mut agents = [job.agent(0, &[(2, Job::copy(2)), (3, Job::copy(3))]), job.agent(1, &[])];
+            for agent in &mut agents {
+                agent.trainer.set_lost(job.lost(&[2, 3]));
+            }
+            agents[0].target = Some((job.bucket.with_faults(&faults).with_deadline_ms(300), job.run.clone()));
+            faults.script(OperationKind::Put, nth, mode);
+            for flushed in job.flush(&mut agents, 4).await {
+                flushed.unwrap_or_else(|error| panic!("{nth} {mode:?}: {error}"));
+            }
+            assert_eq!(job.steps().await, 1, "{nth} {mode:?}");
+        }
+    }
+}
