@@ -129,13 +129,14 @@ fn status_touches_no_mount_that_is_served() {
     let mut mount = Mount::new(&scratch.folder("other home"), &source, &folder, &options, &[]);
     fs::write(folder.join("file"), "x").expect("written");
     let statfs = |mount: &Mount| mount.log().matches("operation=\"statfs\"").count();
-    assert_eq!(statfs(&mount), 0, "{}", mount.log());
+    // A status beside this test may have found it before it was seen to be served.
+    let before = statfs(&mount);
     for _ in 0..3 {
         forebay(&scratch, &["status", "--json"]).succeeded();
     }
-    assert_eq!(statfs(&mount), 0, "{}", mount.log());
+    assert_eq!(statfs(&mount), before, "{}", mount.log());
     shell(&folder, "stat -f .").succeeded();
-    assert_eq!(statfs(&mount), 1, "{}", mount.log());
+    assert_eq!(statfs(&mount), before + 1, "{}", mount.log());
     mount.unmount();
 }
 
