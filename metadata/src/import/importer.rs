@@ -127,6 +127,28 @@ impl Importer {
         }
     }
 
+    /// Has a file that never had content begin with the object at its path, if one is there: a mount may have put it and died
+    /// before it had recorded that. A listing does the same for its own directory, but nobody who comes by a name in another one
+    /// waits for it, and it leaves files alone that are open. Returns whether it did.
+    pub(crate) async fn begin(&self, ino: InodeId) -> Result<bool> {
+        let awaited = self.transact(move |change| change.awaited_at(ino)).await?;
+        let Some(key) = awaited else { return Ok(false) };
+        let Some(object) = self.0.bucket.head(&key).await? else { return Ok(false) };
+        let begin = move |change: &mut Change<'_, '_>| {
+            let is_awaited = change.awaited_at(ino)?.is_some_and(|key| key == object.key);
+            if is_awaited {
+                let inode = change.inode(ino)?;
+                change.begin_with(ino, inode, &object)?;
+            }
+            Ok(is_awaited)
+        };
+        let has_begun = self.transact(begin).await?;
+        if has_begun {
+            self.0.shared.outside.tell(OutsideChange::Inode { ino, has_content: true });
+        }
+        Ok(has_begun)
+    }
+
     /// Notes that the directory `name` of `parent` is read from its start, and lists those that its reader comes to next.
     pub(crate) fn walk_on(&self, parent: InodeId, name: &Bytes) {
         let settings = &self.0.shared.settings.import;

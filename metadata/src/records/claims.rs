@@ -6,7 +6,7 @@
 
 use std::sync::atomic::Ordering;
 
-use forebay_core::{Blob, FileLayout, InodeId, ObjectKey, Result, Version};
+use forebay_core::{Blob, FileKind, FileLayout, InodeId, ObjectKey, Result, Version};
 use forebay_io::object::ObjectInfo;
 
 use super::path::Spelling;
@@ -126,6 +126,16 @@ impl Change<'_, '_> {
             && is_empty
             && self.key_of(ino, inode)?.as_deref() == Some(key)
             && self.intent(ino)?.is_none())
+    }
+
+    /// The key at which such a file finds its first content, if nobody else speaks for that.
+    pub(crate) fn awaited_at(&self, ino: InodeId) -> Result<Option<ObjectKey>> {
+        let Some(inode) = self.find(ino)?.filter(|inode| inode.kind == FileKind::File) else {
+            return Ok(None);
+        };
+        let Some(key) = self.key_of(ino, &inode)? else { return Ok(None) };
+        let is_own = self.claim(&key)?.is_none() && !self.lies_below_claim(&key)?;
+        Ok((is_own && self.awaits_content(ino, &inode, &key)?).then(|| ObjectKey::new(key)))
     }
 
     /// Makes an object the first content of such a file, which stays what it is otherwise. As nobody knows who wrote it, it

@@ -280,7 +280,8 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// Removes an extended attribute, or fails with `NoAttribute`.
     async fn remove_xattr(&self, ino: InodeId, name: &[u8]) -> Result<()>;
 
-    /// Says that this session has the file open, so that unlinking keeps it; one call per opener. Returns what `layout` does.
+    /// Says that this session has the file open, so that unlinking keeps it; one call per opener. Returns what `layout` does, of a
+    /// file that never had content once it was looked for the first, which a mount may have put and died before that was recorded.
     async fn opened(&self, ino: InodeId) -> Result<(FileLayout, u64)>;
 
     /// Takes one `opened` back; the last one of an unlinked inode frees it.

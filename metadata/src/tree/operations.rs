@@ -14,9 +14,9 @@ use super::commit_layout::{Content, commit_layout};
 use super::local::LocalTree;
 use super::place::{Step, place};
 use super::{
-    CloneGuide, Cloned, DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges, Placement,
-    RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode, clone, create, following, link,
-    quota, remove_directory, rename, segments, set_attributes, unlink, xattr,
+    CloneGuide, Cloned, Created, DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges,
+    Placement, RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode, clone, create, following,
+    link, quota, remove_directory, rename, segments, set_attributes, unlink, xattr,
 };
 use crate::mover::{Settled, Unplaced};
 use crate::records::{Change, Look, Records, check_name, owned_key};
@@ -137,6 +137,19 @@ impl Tree for LocalTree {
         Ok(made)
     }
 
+    async fn create_opened(
+        &self,
+        parent: InodeId,
+        name: &[u8],
+        new: NewInode,
+        existing: Existing,
+    ) -> Result<Created> {
+        let (attributes, is_new) = self.create(parent, name, new, existing).await?;
+        // Of a new name the listing has told that there is no object.
+        let (layout, generation) = self.count_opener(attributes.ino, !is_new).await?;
+        Ok(Created { attributes, is_new, layout, generation })
+    }
+
     async fn link(&self, ino: InodeId, parent: InodeId, name: &[u8]) -> Result<Attributes> {
         self.check_writable()?;
         self.ensure_listed(parent).await?;
@@ -206,19 +219,7 @@ impl Tree for LocalTree {
     }
 
     async fn opened(&self, ino: InodeId) -> Result<(FileLayout, u64)> {
-        if self.shared.settings.serves {
-            self.shared.guests.opened(self.asking(), ino);
-        }
-        *self.shared.openers.lock().entry(ino).or_default() += 1;
-        // Counted first: an unlink that runs before this look has freed the inode, one that runs after has not.
-        match self.layout(ino).await {
-            Ok(found) => Ok(found),
-            Err(error) => {
-                self.shared.guests.closed(self.asking(), ino);
-                self.shared.forget_opener(ino);
-                Err(error)
-            }
-        }
+        self.count_opener(ino, true).await
     }
 
     async fn closed(&self, ino: InodeId) -> Result<()> {
@@ -432,6 +433,40 @@ impl Tree for LocalTree {
 }
 
 impl LocalTree {
+    /// Counts who opens a file, and tells what it holds. If it `may_begin`, and nobody else has it open, the first content that a
+    /// mount put and did not record is looked for: found later, it would be taken for newer than what is written until then.
+    async fn count_opener(&self, ino: InodeId, may_begin: bool) -> Result<(FileLayout, u64)> {
+        if self.shared.settings.serves {
+            self.shared.guests.opened(self.asking(), ino);
+        }
+        let is_first = {
+            let mut openers = self.shared.openers.lock();
+            let count = openers.entry(ino).or_default();
+            *count += 1;
+            *count == 1
+        };
+        // Counted first: an unlink that runs before this look has freed the inode, one that runs after has not.
+        let found = self.content_of(ino, may_begin && is_first && !self.shared.settings.read_only).await;
+        if found.is_err() {
+            self.shared.guests.closed(self.asking(), ino);
+            self.shared.forget_opener(ino);
+        }
+        found
+    }
+
+    async fn content_of(&self, ino: InodeId, may_begin: bool) -> Result<(FileLayout, u64)> {
+        let found = self.look(|look| {
+            let inode = look.file(ino)?;
+            let is_new = inode.generation == 0 && inode.home.is_none() && inode.size == 0;
+            Ok(((look.layout(ino, &inode)?, inode.generation), is_new))
+        });
+        let (found, is_new) = found.await?;
+        match &self.importer {
+            Some(importer) if may_begin && is_new && importer.begin(ino).await? => self.layout(ino).await,
+            _ => Ok(found),
+        }
+    }
+
     async fn commit(&self, ino: InodeId, content: Content) -> Result<Attributes> {
         let committed = self.change_patiently(move |change| commit_layout(change, ino, &content)).await?;
         self.shared.holds.release(ino, self.asking());

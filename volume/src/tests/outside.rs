@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use forebay_core::units::MIB;
-use forebay_core::{ErrorKind, InodeId, ObjectKey, Result};
+use forebay_core::{ErrorKind, FileKind, InodeId, ObjectKey, Result};
 use forebay_io::object::{Bucket, Condition};
-use forebay_metadata::tree::{SetAttributes, resolve};
+use forebay_metadata::tree::{Existing, NewInode, SetAttributes, resolve};
 use tokio_util::sync::CancellationToken;
 
-use super::support::{Fixture, READ, READ_WRITE, create, open, pattern, run};
+use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
 use crate::clone::clone;
 use crate::{File, Volume};
 
@@ -207,4 +207,51 @@ async fn do_step(volume: &Arc<Volume>, file: &Arc<File>, step: &str) -> Result<(
         }
     }
     file.fsync().await
+}
+
+/// A mount had put a file's first content and died before it had recorded that, and the next one opened the file by a name in
+/// another directory: the listing of its own one came later, or met it open. It was empty, and what was written to it and synced
+/// went when it was sealed, as the object at its path was taken for newer.
+///
+/// Promise S4: When fsync returns, the file's bytes and its name are in the bucket
+#[test]
+fn a_first_content_that_was_not_recorded_is_there_before_the_file_is_written() {
+    run(async {
+        for is_listed in [true, false] {
+            let fixture = Fixture::new(Bucket::in_memory());
+            let volume = fixture.open().await;
+            let make = async |directory, name: &'static [u8], kind| {
+                let new =
+                    NewInode { kind, mode: 0o755, umask: 0, uid: 0, gid: 0, rdev: 0, target: Bytes::new() };
+                let made = volume.tree().create(directory, name, new, Existing::Refuse).await;
+                made.expect("made").0.ino
+            };
+            let directory = make(InodeId::ROOT, b"d", FileKind::Directory).await;
+            let ino = make(directory, b"f", FileKind::File).await;
+            volume.tree().link(ino, InodeId::ROOT, b"g").await.expect("a further name");
+            volume.close().await.expect("close");
+            put(&fixture.bucket, "d/f", Bytes::from_static(b"first")).await;
+
+            let volume = fixture.open().await;
+            let reader = open(&volume, "g", READ).await;
+            if is_listed {
+                volume.lookup(directory, b"f").await.expect("the directory is listed");
+            }
+            assert_eq!(reader.read(0, 100).await.expect("read"), &b"first"[..]);
+            reader.release().await.expect("release");
+            let writer = open(&volume, "g", READ_WRITE).await;
+            writer.write(8, Bytes::from_static(b"newer")).await.expect("write");
+            writer.fsync().await.expect("fsync");
+            writer.release().await.expect("release");
+            // Sealed by then.
+            volume.close().await.expect("close");
+
+            let volume = fixture.open().await;
+            let reader = open(&volume, "g", READ).await;
+            assert_eq!(reader.read(0, 100).await.expect("read"), &b"first\0\0\0newer"[..]);
+            reader.release().await.expect("release");
+            assert_eq!(object(&fixture.bucket, "d/f").await, &b"first\0\0\0newer"[..]);
+            volume.close().await.expect("close");
+        }
+    });
 }
