@@ -198,6 +198,26 @@ async fn first_content_at_a_freed_key_is_found_after_a_crash() {
     check_files(&world, &tree, &files(&[("a", "new")])).await;
 }
 
+/// What another tool had put, and a rename brought elsewhere, had content: its next one was taken for its first, and what was known of
+/// the file went.
+#[tokio::test]
+async fn a_file_that_was_imported_and_renamed_is_known_after_a_crash() {
+    let world = World::memory().await;
+    world.put("a", b"old").await;
+    let tree = world.open().await;
+    let ino = resolve(&tree, "a").await.expect("found").ino;
+    let wanted = SetAttributes { mode: Some(0o640), uid: Some(7), ..Default::default() };
+    tree.set_attributes(ino, wanted).await.expect("set");
+    rename(&tree, "a", "b", RenameMode::Replace).await.expect("renamed");
+    tree.sync().await.expect("synced");
+    world.write_path(&tree, "b", "new").await.expect("written");
+    world.crash(tree, false).await;
+    let tree = world.open().await;
+    let found = resolve(&tree, "b").await.expect("found");
+    assert_eq!((found.ino, found.mode, found.uid, found.size), (ino, 0o640, 7, 3));
+    check_files(&world, &tree, &files(&[("b", "new")])).await;
+}
+
 /// So it is when the mover finds that out while the directory is being listed.
 #[tokio::test]
 async fn first_content_at_a_freed_key_is_found_by_a_listing_under_way() {
