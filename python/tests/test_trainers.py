@@ -7,19 +7,18 @@ import fcntl
 import itertools
 import json
 import os
-import sys
 import threading
 import time
 import types
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 import torch
 
 import forebay
-from forebay import _native
+from forebay import _adapters, _native
 
 from .conftest import PATIENCE_S, Child
 
@@ -300,28 +299,61 @@ def test_generators_of_devices_are_saved_as_the_trainer_resumes_them(tmp_path: P
         assert saved.tolist() == [1.0] * 4
 
 
-def test_a_model_of_peft_is_written_as_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Trainer took a directory of several for an adapter's, and found none."""
+def adapted() -> Any:
+    """A model with two adapters of PEFT's, of which the first is trained."""
+    import peft
 
-    class PeftModel(torch.nn.Linear):
-        """As peft's class by that name."""
+    torch.manual_seed(3)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+    base = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True)
+    model = peft.get_peft_model(base, lora)
+    model.add_adapter("other", peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["c_fc"], init_lora_weights=False))
+    return model
 
-    monkeypatch.setitem(sys.modules, "peft", types.SimpleNamespace(PeftModel=PeftModel))
+
+def test_a_model_of_peft_is_resumed_and_its_adapters_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer took a directory of several files for an adapter's, and found none; and PEFT found none in one."""
+    import peft
+
     monkeypatch.setattr(forebay.huggingface, "SHARD_BYTES", 20)
-    for kind, files in ((PeftModel, ["model.safetensors"]), (torch.nn.Linear, None)):
-        model, place = kind(2, 2), tmp_path / kind.__name__
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        state = transformers.TrainerState(global_step=1)
-        with forebay.Checkpointer(place, rng=False, linger=0) as checkpointer:
-            checkpointer.save_now(1, forebay.huggingface._state(state, model, optimizer, scheduler))
-        source = forebay.huggingface.checkpoint(place, tmp_path / f"{kind.__name__}.out")
-        assert source is not None
-        names = sorted(name for name in os.listdir(source) if name.startswith("model"))
-        if files is not None:
-            assert names == files and same(safetensors.torch.load_file(f"{source}/{names[0]}"), model.state_dict())
-        else:
-            assert "model.safetensors.index.json" in names and len(names) == 3
+    out = tmp_path / "out"
+    words = [torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(seed)) for seed in range(16)]
+    data = [{"input_ids": some, "labels": some} for some in words]
+
+    def trained(place: Path, until: int = 4, source: Optional[str] = None) -> Any:
+        model = adapted()
+        options: dict[str, Any] = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
+        args = transformers.TrainingArguments(str(out), max_steps=4, learning_rate=0.1, **options)
+        trainer = transformers.Trainer(model, args, train_dataset=data)
+        trainer.add_callback(forebay.huggingface.Callback(place, every=2, trainer=trainer))
+
+        class Ends(transformers.TrainerCallback):  # type: ignore[misc]
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                control.should_training_stop |= state.global_step == until
+
+        trainer.add_callback(Ends())
+        trainer.train(resume_from_checkpoint=source)
+        return model
+
+    place, expected = tmp_path / "run", trained(tmp_path / "whole").state_dict()
+    half = trained(place, 2).state_dict()
+    assert not same(half, expected)
+    source = forebay.huggingface.checkpoint(place, out)
+    assert source is not None
+    files = [name for name in os.listdir(source) if name.startswith(("adapter", "model", "other"))]
+    assert sorted(files) == ["adapter_config.json", "adapter_model.safetensors", "model.safetensors", "other"]
+    assert same(safetensors.torch.load_file(f"{source}/model.safetensors"), half)
+    assert same(trained(place, source=source).state_dict(), expected)
+    fresh = peft.PeftModel.from_pretrained(adapted().unload(), source)
+    fresh.load_adapter(f"{source}/other", "other")
+    read = fresh.state_dict()
+    assert any(".lora_A.other." in name for name in read) and same(read, {name: half[name] for name in read})
+    # What PEFT makes of prompts is in no step, and a name from a step leads nowhere else.
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    assert _adapters.told_of(peft.get_peft_model(adapted().unload(), prompts)) == "{}"
+    with pytest.raises(forebay.CheckpointCorrupt, match="which is no name"):
+        _adapters.write(json.dumps({"../other": {}}), Path(source))
 
 
 def put(place: Path, step: int, value: float, scaler: Any = None) -> None:

@@ -7,8 +7,8 @@
 
 The callback saves model, optimizer, scheduler, the scale of the loss, the Trainer's own state and its random number
 generators, while the training goes on, each step after it was logged and evaluated. `checkpoint` writes a step as the
-directory that the Trainer resumes from, which is also one that `from_pretrained` reads; one of a PEFT model, adapters and what
-they adapt, in one file as the Trainer wants it, is for the Trainer alone. Under torchrun every process does the same; what all of
+directory that the Trainer resumes from, which is also one that `from_pretrained` reads: of a PEFT model, that of `PeftModel`, out of
+the adapters' own files. Under torchrun every process does the same; what all of
 them hold is stored once. For Trainers that shard their models (FSDP, DeepSpeed) there is `forebay.dcp`.
 
 Of a Trainer that was killed, and is started again on the same host, `checkpoint` writes the newest step that was sealed, out
@@ -23,7 +23,6 @@ import json
 import os
 import random
 import secrets
-import sys
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -37,7 +36,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.training_args import ParallelMode
 
-from . import _native
+from . import _adapters, _native
 from . import _options as options
 from ._aside import NOTE, Foreign, ensure
 from ._checkpointer import Checkpointer
@@ -290,16 +289,10 @@ def _state(
         "rng": generators,
         # As the Trainer writes them.
         "trainer": json.dumps(dataclasses.asdict(state)),
-        "is_adapted": _is_adapted(model),
+        "is_adapted": _adapters.is_adapted(model),
+        "adapters": _adapters.told_of(model),
         "config": None if config is None else config.to_json_string(use_diff=False),
     }
-
-
-def _is_adapted(model: Any) -> bool:
-    """Whether it is PEFT's, which whoever has one has imported: the Trainer resumes no such model from several files."""
-    peft = sys.modules.get("peft")
-    kinds = tuple(getattr(peft, name) for name in ("PeftModel", "PeftMixedModel") if hasattr(peft, name))
-    return isinstance(model, kinds)
 
 
 def _written(step: _native.Step, folder: Path) -> str:
@@ -324,6 +317,9 @@ def _write(step: _native.Step, part: Path) -> None:
     else:
         model = load_rest(step, ["rng", *state])["model"]
         _write_model(dict(_tensors_in(model)), part, file_bytes)
+    # Earlier versions told of none.
+    if state.get("adapters") is not None:
+        _adapters.write(state["adapters"], part)
     for name, key in (("optimizer.pt", "optimizer"), ("scheduler.pt", "scheduler"), ("scaler.pt", "scaler")):
         # Most have no scaler, and the Trainer takes one that is there.
         if state.get(key) is not None:
