@@ -125,14 +125,17 @@ impl Waiting<'_> {
         }
         let stored: Vec<(u32, Timestamp)> = of(Note::Index).map(|(key, at)| (key.rank, *at)).collect();
         let lacks = |rank| !stored.iter().any(|(other, _)| *other == rank);
-        let late = self.late;
-        if self.heir.stand_in(leave, &self.name, |rank| lacks(rank) || late == Some(rank)).await? {
-            return Ok(Seen::News);
-        }
+        // First: what is kept of others is stored in vain then.
         if let Some(lost) = leave.trainer.lost_rank(&self.name, lacks) {
             return Ok(
                 self.refused(&format!("rank {lost} is gone, and left nobody who would store its part"))
             );
+        }
+        let late = self.late;
+        if self.heir.stand_in(leave, &self.name, |rank| lacks(rank) || late == Some(rank)).await? {
+            // Its index was put over.
+            self.late = None;
+            return Ok(Seen::News);
         }
         if stored.len() == self.member.world_size as usize {
             let since = *self.complete.get_or_insert_with(|| clock.now());

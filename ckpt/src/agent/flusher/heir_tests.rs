@@ -31,7 +31,10 @@ struct Job {
 
 impl Job {
     async fn new() -> Self {
-        let bucket = Bucket::in_memory();
+        Self::of(Bucket::in_memory()).await
+    }
+
+    async fn of(bucket: Bucket) -> Self {
         let run = begin_run(&bucket, start()).await.expect("run");
         Self { bucket, clock: Clock::manual(), run }
     }
@@ -46,6 +49,14 @@ impl Job {
         let mut agent = agent(&self.bucket, &self.run, rank, &self.clock);
         agent.hello.member.iter_mut().for_each(|member| member.world_size = 4);
         agent.with_shelf(Some(shelf(kept)))
+    }
+
+    /// That of rank 0, which keeps these parts of all the others, where all of them are lost.
+    fn only_agent(&self, copies: [Save; 3]) -> Flusher {
+        let [one, two, three] = copies;
+        let agent = self.agent(0, &[(1, one), (2, two), (3, three)]);
+        agent.trainer.set_lost(LostRanks { ranks: vec![1, 2, 3], ..self.lost(&[1, 2, 3]) });
+        agent
     }
 
     fn lost(&self, kept: &[u32]) -> LostRanks {
@@ -96,7 +107,7 @@ async fn a_step_of_which_one_part_is_kept_nowhere_is_refused() {
         let error = flushed.expect_err("refused");
         assert!(error.message().contains("rank 3 is gone, and left nobody"), "{error}");
     }
-    assert_eq!(job.steps().await, 0);
+    assert_eq!((job.steps().await, shards(&job.bucket).await), (0, 2), "nor is what is kept stored in vain");
 }
 
 /// No start comes that would tell who is lost.
@@ -187,4 +198,22 @@ async fn a_store_that_fails_has_parts_of_others_stored_again() {
             assert_eq!(job.steps().await, 1, "{nth} {mode:?}");
         }
     }
+}
+
+/// A lost rank's part of a try before was put over again and again, and the step never came about.
+#[tokio::test]
+async fn what_a_lost_rank_stored_of_another_try_is_put_over_once() {
+    let job = Job::new().await;
+    let mut earlier = job.agent(2, &[]);
+    let save = in_round(part(2, 1, 500), 6);
+    let told = async {
+        while list_ranks(&job.bucket).await.expect("list").is_empty() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::select! { done = earlier.flush(&save) => panic!("{done:?}"), () = told => {} }
+    let mut agent = job.only_agent([1, 2, 3].map(Job::copy));
+    let own = Job::copy(0);
+    in_time((&job.bucket, &job.clock), 4, agent.flush(&own)).await.expect("durable");
+    assert_eq!((job.steps().await, shards(&job.bucket).await), (1, 5));
 }
