@@ -23,6 +23,9 @@ use crate::catalog::{
 use crate::manifest::{Checksum, Identity, Manifest, Shard, ShardKey};
 use crate::trees;
 
+/// How often an upload is begun anew that somebody else aborted, at most.
+pub(super) const MOST_BEGUN_ANEW: u32 = 3;
+
 /// A sealed snapshot and where it lies.
 pub(super) struct Save {
     pub(super) held: Arc<Held>,
@@ -41,7 +44,7 @@ pub(super) enum Given {
     First,
     /// One of this start and rank, which died.
     Again,
-    /// One of an earlier start, which may live, left it on this host's disk.
+    /// One that may live: of an earlier start, which left it on this host's disk, or of another host, which has this one keep it.
     Left,
 }
 
@@ -283,6 +286,23 @@ fn shard_of(run: &Run, member: Option<&Member>, seal: &Seal, header: &[u8]) -> S
 /// What a manifest says of what was sealed, but for the shards.
 fn manifest_of(run: &Run, member: Option<&Member>, seal: &Seal) -> Manifest {
     let world_size = member.map_or(1, |member| member.world_size);
+    let commit = commit_of(run, member, seal);
+    Manifest {
+        commit,
+        run: run.run.clone(),
+        incarnation: run.incarnation,
+        step: seal.step,
+        created_ms: seal.created_ms,
+        world_size,
+        parents: Vec::new(),
+        shards: Vec::new(),
+        tensors: seal.tensors.clone(),
+        extras: seal.extras.clone(),
+    }
+}
+
+/// What tells a step from other saves of it, other tries too.
+pub(super) fn commit_of(run: &Run, member: Option<&Member>, seal: &Seal) -> String {
     let &Seal { save, step, .. } = seal;
     // The ranks of a job must find the same, which their numbers need not be.
     let save = match (member, seal.round) {
@@ -291,19 +311,7 @@ fn manifest_of(run: &Run, member: Option<&Member>, seal: &Seal) -> Manifest {
         (Some(_), None) => "0".to_owned(),
     };
     let unique = format!("{}/{save}/{step}", run.start.nonce);
-    let commit = blake3::hash(unique.as_bytes()).to_hex()[..32].to_owned();
-    Manifest {
-        commit,
-        run: run.run.clone(),
-        incarnation: run.incarnation,
-        step,
-        created_ms: seal.created_ms,
-        world_size,
-        parents: Vec::new(),
-        shards: Vec::new(),
-        tensors: seal.tensors.clone(),
-        extras: seal.extras.clone(),
-    }
+    blake3::hash(unique.as_bytes()).to_hex()[..32].to_owned()
 }
 
 fn rank_of(member: Option<&Member>) -> u32 {

@@ -15,7 +15,10 @@ use tokio::sync::mpsc;
 use super::base::Base;
 use super::copy::{Copy, Settled};
 use super::disk::Copies;
-use super::flush::{Given, Outcome, Save, Stored, commit_alone, discard, find_gone, publish, store};
+use super::flush::{
+    Given, MOST_BEGUN_ANEW, Outcome, Save, Stored, commit_alone, discard, find_gone, publish, store,
+};
+use super::heir::Standing;
 use super::leave::Leave;
 use super::patience::Patience;
 use super::protocol::now_us;
@@ -43,9 +46,6 @@ mod notes;
 mod resume;
 
 use next::Next;
-
-/// How often a save's upload is begun anew that somebody else aborted, at most.
-const MOST_BEGUN_ANEW: u32 = 3;
 
 /// What the flusher is to do, in order.
 pub(super) enum Work {
@@ -80,12 +80,14 @@ struct Progress {
     had_notes: bool,
     /// Whether it was tried to store it as what changed since another step, which it notes first.
     may_be_noted: bool,
+    /// How far it is with other ranks' parts.
+    standing: Standing,
 }
 
 impl Progress {
     /// Changes whenever it got somewhere.
-    fn milestone(&self) -> (bool, bool) {
-        (self.stored.is_some(), self.is_published)
+    fn milestone(&self) -> (bool, bool, usize) {
+        (self.stored.is_some(), self.is_published, self.standing.stored())
     }
 }
 
@@ -463,7 +465,8 @@ impl Flusher {
         }
         match member {
             Some(member) => {
-                let together = Together { member, round, shelf: self.shelf.as_ref() };
+                let (shelf, standing) = (self.shelf.as_ref(), &mut progress.standing);
+                let together = Together { member, round, shelf, standing };
                 together.commit(&mut leave, &stored.part).await
             }
             // What a rank alone noted stays.

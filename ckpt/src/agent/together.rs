@@ -8,7 +8,7 @@ use forebay_io::clock::Moment;
 
 use super::Member;
 use super::flush::Outcome;
-use super::heir::Heir;
+use super::heir::{Heir, Standing};
 use super::leave::Leave;
 use super::replicas::Shelf;
 use crate::arena::HeldStep;
@@ -36,13 +36,15 @@ pub(super) struct Together<'a> {
     pub(super) round: Option<Round>,
     /// What is kept of other ranks' parts here.
     pub(super) shelf: Option<&'a Shelf>,
+    /// What tries before this one knew of these ranks.
+    pub(super) standing: &'a mut Standing,
 }
 
 impl Together<'_> {
     /// Waits until every rank stored its part, and commits the step when it is this rank's turn, unless another rank's agent
     /// was first.
     pub(super) async fn commit(self, leave: &mut Leave<'_>, part: &Manifest) -> Result<Outcome> {
-        let Self { member, round, shelf } = self;
+        let Self { member, round, shelf, standing } = self;
         let begun = leave.clock.now();
         let name = HeldStep { start: member.run.start.nonce.clone(), step: part.step };
         let mut waiting = Waiting {
@@ -51,7 +53,7 @@ impl Together<'_> {
             part,
             round,
             name,
-            heir: Heir::new(shelf, member, (&part.commit, round), begun),
+            heir: Heir::new(shelf, member, (&part.commit, round), standing, begun),
             late: None,
             was_gone: false,
             signs: Vec::new(),

@@ -9,6 +9,7 @@ use super::tests::{start, trainer};
 use super::*;
 use crate::agent::{KeptStep, LostRanks};
 use crate::catalog::{list_ranks, list_steps, put_alive};
+use crate::manifest::ShardKey;
 use crate::verify::verify;
 
 fn shelf(kept: &[(u32, Save)]) -> Shelf {
@@ -176,7 +177,7 @@ async fn what_is_wrong_with_a_copy_is_told_to_all() {
             let error = flushed.expect_err("refused");
             assert!(error.message().contains(expected), "{error}");
         }
-        assert_eq!(job.steps().await, 0);
+        assert_eq!((job.steps().await, shards(&job.bucket).await), (0, 2), "nor is it stored");
     }
 }
 
@@ -216,4 +217,123 @@ async fn what_a_lost_rank_stored_of_another_try_is_put_over_once() {
     let own = Job::copy(0);
     in_time((&job.bucket, &job.clock), 4, agent.flush(&own)).await.expect("durable");
     assert_eq!((job.steps().await, shards(&job.bucket).await), (1, 5));
+}
+
+/// As by the rank's own agent, which lives after all, or by a start that took it for a dead one's: the step was refused.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_copy_whose_upload_is_aborted_is_begun_anew() {
+    for aborts in [1, MOST_BEGUN_ANEW, MOST_BEGUN_ANEW + 1] {
+        let directory = tempfile::tempdir().expect("directory");
+        let url: BucketUrl = format!("file://{}", directory.path().display()).parse().expect("url");
+        let job = Job::of(Bucket::open(&url, &StoreSettings::default()).await.expect("bucket")).await;
+        let large = in_round(part(2, 1, 20 << 20), 7);
+        let (faults, mut agent) = (Faults::new(), job.only_agent([Job::copy(1), large, Job::copy(3)]));
+        agent.target = Some((job.bucket.with_faults(&faults), job.run.clone()));
+        let (own, mut left) = (Job::copy(0), aborts);
+        let flush = agent.flush(&own);
+        tokio::pin!(flush);
+        let flushed = loop {
+            let gate = faults.gate(1);
+            tokio::select! { done = &mut flush => break done, () = gate.reached() => {} }
+            let found = job.bucket.list_uploads("shards").await.expect("list");
+            if let Some(upload) = found.first().filter(|_| left > 0) {
+                job.bucket.abort_upload(&upload.key, &upload.id).await.expect("abort");
+                left -= 1;
+            }
+            gate.open();
+        };
+        assert_eq!((left, flushed.is_ok()), (0, aborts <= MOST_BEGUN_ANEW), "{flushed:?}");
+        assert_eq!(job.steps().await, usize::from(flushed.is_ok()));
+    }
+}
+
+/// The lost rank's own agent may live after all, and goes on with what it has begun.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_upload_of_a_rank_that_is_thought_lost_goes_on() {
+    let directory = tempfile::tempdir().expect("directory");
+    let url: BucketUrl = format!("file://{}", directory.path().display()).parse().expect("url");
+    let job = Job::of(Bucket::open(&url, &StoreSettings::default()).await.expect("bucket")).await;
+    let large = || in_round(part(2, 1, 20 << 20), 7);
+    let (faults, mut lives) = (Faults::new(), job.agent(2, &[]));
+    lives.target = Some((job.bucket.with_faults(&faults), job.run.clone()));
+    let part = large();
+    let flush = lives.flush(&part);
+    tokio::pin!(flush);
+    let begun = loop {
+        let gate = faults.gate(1);
+        tokio::select! { done = &mut flush => panic!("{done:?}"), () = gate.reached() => {} }
+        match job.bucket.list_uploads("shards").await.expect("list").pop() {
+            Some(upload) => break (upload, gate),
+            None => gate.open(),
+        }
+    };
+    let (upload, gate) = begun;
+    assert_eq!(ShardKey::parse(upload.key.as_str()).expect("a shard").rank, 2);
+    let own = Job::copy(0);
+    job.only_agent([Job::copy(1), large(), Job::copy(3)]).flush(&own).await.expect("durable");
+    let left = job.bucket.list_uploads("shards").await.expect("list");
+    assert!(left.iter().any(|other| other.id == upload.id), "it was aborted");
+    gate.open();
+    flush.await.expect("durable");
+    assert_eq!((job.steps().await, shards(&job.bucket).await), (1, 4));
+}
+
+/// One moment without the store had who keeps copies count from its end, and the others gave up before.
+#[tokio::test]
+async fn who_keeps_copies_goes_on_counting_after_the_store_was_away() {
+    let (job, faults) = (Job::new().await, Faults::new());
+    let kept = [(2, Job::copy(2)), (3, Job::copy(3))];
+    let [mut first, mut second] = [job.agent(0, &kept), job.agent(1, &[])];
+    first.target = Some((job.bucket.with_faults(&faults).with_deadline_ms(20), job.run.clone()));
+    let parts = [0, 1].map(Job::copy);
+    let flushes = async { tokio::join!(first.flush(&parts[0]), second.flush(&parts[1])) };
+    tokio::pin!(flushes);
+    let later = async {
+        stored(&job.bucket, 2).await;
+        pass(&job.clock, 300).await;
+        faults.set_down(true);
+        pass(&job.clock, 2).await;
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        faults.set_down(false);
+        pass(&job.clock, 1000).await;
+    };
+    let (one, other) = tokio::select! {
+        done = &mut flushes => done,
+        () = later => panic!("it waits for ever"),
+    };
+    assert!(faults.injected() > 0);
+    one.and(other).expect("durable");
+    assert_eq!(job.steps().await, 1);
+}
+
+/// A part of another rank's that came to the store was no sign that the store had been back.
+#[tokio::test]
+async fn a_store_that_is_away_between_two_parts_of_others_is_waited_for_anew() {
+    let (job, faults) = (Job::new().await, Faults::new());
+    let mut agent = job.only_agent([1, 2, 3].map(Job::copy));
+    agent.target = Some((job.bucket.with_faults(&faults).with_deadline_ms(20), job.run.clone()));
+    let own = Job::copy(0);
+    let flush = agent.flush(&own);
+    tokio::pin!(flush);
+    let time = async {
+        for away in 1..=4 {
+            // As many requests as one more part takes, and no two.
+            faults.cut_off(8);
+            let before = faults.injected();
+            while faults.injected() == before {
+                pass(&job.clock, 1).await;
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            pass(&job.clock, 200).await;
+            assert!(shards(&job.bucket).await <= 1 + away);
+            faults.set_down(false);
+        }
+        pass(&job.clock, 1000).await;
+    };
+    let flushed = tokio::select! {
+        done = &mut flush => done,
+        () = time => panic!("it waits for ever"),
+    };
+    flushed.expect("durable");
+    assert_eq!((job.steps().await, shards(&job.bucket).await), (1, 4));
 }
