@@ -175,8 +175,12 @@ impl Desk {
         self.await_successor()
     }
 
-    /// Takes no more work, and lets go of what is held; those at the door stay as long as it does.
+    /// Takes no more work, and lets go of what is held, but for copies of steps on their way to the store; those at the door stay as
+    /// long as it does.
     fn close(self) -> Door {
+        let is_open =
+            |step: &HeldStep| self.holdings.save_of(step).is_some_and(|save| self.trainer.is_open(save));
+        self.others.iter().for_each(|others| others.keeper.retain_steps(is_open));
         self.door
     }
 
@@ -531,8 +535,8 @@ mod tests {
             visitor.receive().ok().flatten().map(|(frame, _)| frame)
         };
         let own = "ab".repeat(4);
-        assert_eq!(ask(&own).as_deref(), Some(MAKES_WAY_LATER), "it is on its way to the store");
         let step = HeldStep { start: "s".repeat(32), step: 1 };
+        assert_eq!(ask(&own).as_deref(), Some(MAKES_WAY_LATER), "it is on its way to the store");
         assert_eq!(trainer.lost_rank(&step, |_| true), Some(3), "and needs not wait for who is gone");
         trainer.tell(&Reply::Failed { save: 1, error: (&Error::invalid("it is gone")).into() });
         assert_eq!(ask("cdcdcdcd"), None, "it is nowhere else");
@@ -564,6 +568,29 @@ mod tests {
             desk.join().expect("the desk").expect("served");
             drop(successor);
         }
+    }
+
+    /// A successor has it as well, and lets go of what nobody can use: the memory stayed for as long as a step was stored.
+    #[test]
+    fn of_what_is_kept_for_other_hosts_only_what_is_on_its_way_stays_once_a_successor_has_it() {
+        let place = format!("forebay-test-stays-{}", std::process::id());
+        let Sealed { desk, trainer, mut session, _queue } = Sealed::by(&place, 600_000, ("ab", 0));
+        let shard = [b' '; 4096];
+        let steps = [1, 2].map(|step| {
+            let memory = SharedMemory::create("forebay-test", 4096).expect("memory");
+            let held = Held::new("ab".repeat(16), 1, 2, Seal::of_test(step, step, &shard, 4096, Vec::new()));
+            let name = held.name();
+            say(&mut session, &Request::Inherit(Box::new(held)), Some(&memory));
+            name
+        });
+        session.shutdown();
+        let mut visitor = meet(&place, LONG).expect("meet").expect("it waits");
+        say(&mut visitor, &Visit::Succeed(LostRanks::default()), None);
+        let desk = desk.join().expect("the desk").expect("served");
+        let shelf = desk.others.as_ref().expect("others").keeper.shelf();
+        drop(desk.close());
+        assert_eq!(steps.map(|step| shelf.parts(&step).len()), [1, 0]);
+        trainer.tell(&Reply::Durable { save: 1, at_us: 0 });
     }
 
     /// An agent that was so late that its successor's trainer did not meet it had the place when that one was killed as well, and

@@ -120,6 +120,11 @@ impl Trainer {
         ranks.iter().copied().find(|rank| lacks(*rank) && !is_kept(*rank))
     }
 
+    /// Whether nobody knows yet whether a save will be committed.
+    pub(super) fn is_open(&self, save: u64) -> bool {
+        self.link.lock().open.contains(&save)
+    }
+
     /// Whether there are saves of which nobody knows yet whether they will be committed.
     pub(super) fn has_open(&self) -> bool {
         !self.link.lock().open.is_empty()

@@ -106,8 +106,12 @@ impl Keeper {
     /// Lets go of what no start can use any more. A step wants all ranks' parts, and those of this one are gone but for what
     /// `is_held`, and what is still to come of the `start` that goes on.
     pub(crate) fn retain(&self, start: &str, is_held: impl Fn(&HeldStep) -> bool) {
-        let is_of_use = |held: &Held| held.start == start || is_held(&held.name());
-        self.kept.lock().replicas.retain(|replica| is_of_use(&replica.held));
+        self.retain_steps(|step| step.start == start || is_held(step));
+    }
+
+    /// Lets go of all other steps.
+    pub(crate) fn retain_steps(&self, is_wanted: impl Fn(&HeldStep) -> bool) {
+        self.kept.lock().replicas.retain(|replica| is_wanted(&replica.held.name()));
     }
 
     /// Lets everything go.
