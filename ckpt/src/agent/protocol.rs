@@ -212,7 +212,7 @@ pub enum Visit {
         /// has no use for any more.
         #[serde(default)]
         after: Vec<String>,
-        /// Those of the last of these.
+        /// Those of the last of these, whose step the asker restored.
         #[serde(flatten)]
         lost: LostRanks,
     },

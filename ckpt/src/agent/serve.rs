@@ -333,7 +333,8 @@ impl Desk {
     fn make_way(&mut self, after: &[String], lost: LostRanks, mut visitor: FdStream) -> bool {
         // Its trainers have what is held here, or went on from something else, and have no use for it.
         let is_followed = after.iter().any(|start| start == attempt_of(&self.hello.start.nonce));
-        if is_followed {
+        // Those are of the last of them; others had other ranks.
+        if after.last().is_some_and(|start| start == attempt_of(&self.hello.start.nonce)) {
             self.trainer.set_lost(lost);
         }
         if self.trainer.has_open() || (is_followed && self.door.is_watched()) {
@@ -536,7 +537,16 @@ mod tests {
         };
         let own = "ab".repeat(4);
         let step = HeldStep { start: "s".repeat(32), step: 1 };
-        assert_eq!(ask(&own).as_deref(), Some(MAKES_WAY_LATER), "it is on its way to the store");
+        // Of another start after this one, of another number of ranks.
+        let mut visitor = meet(&place, LONG).expect("meet").expect("somebody is there");
+        let mut words = make_way(&own);
+        let Visit::MakeWay { after, .. } = &mut words else { unreachable!("as it was made") };
+        after.push("cdcdcdcd".to_owned());
+        say(&mut visitor, &words, None);
+        let (answer, _) = visitor.receive().expect("receive").expect("an answer");
+        assert_eq!(answer, MAKES_WAY_LATER, "it is on its way to the store");
+        assert_eq!(trainer.lost_rank(&step, |_| true), None, "its own ranks are others");
+        assert_eq!(ask(&own).as_deref(), Some(MAKES_WAY_LATER));
         assert_eq!(trainer.lost_rank(&step, |_| true), Some(3), "and needs not wait for who is gone");
         trainer.tell(&Reply::Failed { save: 1, error: (&Error::invalid("it is gone")).into() });
         assert_eq!(ask("cdcdcdcd"), None, "it is nowhere else");

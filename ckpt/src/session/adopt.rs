@@ -97,6 +97,11 @@ impl Session {
     pub fn set_lost(&mut self, own: Vec<u32>, followed: Vec<u32>, kept: Vec<(u32, HeldStep)>) {
         let kept = kept.into_iter().map(|(rank, step)| KeptStep { rank, step }).collect();
         self.lost = Missing { own, followed, kept };
+        // Agents that are told of the latter know by that whether they are meant.
+        let own = attempt_of(&self.hello.start.nonce);
+        if let Some(origin) = self.origin.as_ref().filter(|origin| origin.attempt != own) {
+            self.hello.comes_after(&origin.attempt);
+        }
     }
 
     /// The sealed steps that this session's memory holds, newest first.

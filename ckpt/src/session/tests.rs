@@ -543,3 +543,15 @@ fn a_save_that_kills_one_ranks_agents_is_told_to_the_other() {
         assert!(matches!(settle(&mut pair.sessions[rank], &save), Progress::Durable), "and then it goes on");
     }
 }
+
+/// Ranks that are lost are those of the start whose step was restored: its agents know it by coming last.
+#[test]
+fn the_start_whose_step_was_restored_comes_last() {
+    let mut fixture = Fixture::new();
+    let mut session = fixture.unattached(None);
+    session.go_on_from(Origin { attempt: "aaaaaaaa".to_owned(), step: 1 });
+    // This rank's own agent was of another one.
+    session.come_after(&["bbbbbbbb".to_owned()]);
+    session.set_lost(Vec::new(), vec![1], Vec::new());
+    assert_eq!(session.hello.after, ["bbbbbbbb", "aaaaaaaa"]);
+}
