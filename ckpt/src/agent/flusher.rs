@@ -213,15 +213,17 @@ impl Flusher {
                     None => copied.await,
                 }
             }
-            let settled = self.flush_on(&sealed, progress).await;
-            (settled, now_us(&self.clock))
+            let settled = self.flush_on(&sealed, &mut progress).await;
+            (settled, progress.is_published, now_us(&self.clock))
         };
         // The slot is the trainer's again once both are done.
-        let ((settled, at_us), ()) = tokio::join!(flushed, replicated);
+        let ((settled, is_published, at_us), ()) = tokio::join!(flushed, replicated);
         let Seal { save, round, step, size, .. } = sealed.held.seal;
         drop(sealed);
         self.log(step, size, self.clock.now().since(begun), &settled);
         match &settled {
+            // Agents of ranks that have no trainer may make a step of it, which no later start changes.
+            Err(error) if is_published && error.kind() == ErrorKind::Stale => {}
             Err(error) => self.give_up(step, round, &error.to_string()).await,
             Ok(_) => self.mark_durable(HeldStep { start: self.hello.start.nonce.clone(), step }),
         }
@@ -286,15 +288,15 @@ impl Flusher {
 
     /// Tries a save until it is committed, refused, or the store stayed away too long; gives the bytes uploaded.
     pub(super) async fn flush(&mut self, save: &Save) -> Result<u64> {
-        self.flush_on(save, Progress::default()).await
+        self.flush_on(save, &mut Progress::default()).await
     }
 
     /// As [`Self::flush`], of one that has come so far.
-    async fn flush_on(&mut self, save: &Save, mut progress: Progress) -> Result<u64> {
+    async fn flush_on(&mut self, save: &Save, progress: &mut Progress) -> Result<u64> {
         let mut patience = Patience::new();
         let outcome = loop {
             let (begun, milestone) = (self.clock.now(), progress.milestone());
-            let error = match self.try_flush(save, &mut progress).await {
+            let error = match self.try_flush(save, progress).await {
                 Ok(Outcome::Gone(shard)) => {
                     // The next save would refer to it as well.
                     let base = self.base.take();
@@ -305,11 +307,11 @@ impl Flusher {
                     }
                     let message = stored_whole(save.held.seal.step, base.as_ref(), &shard);
                     self.trainer.tell(&Reply::Warning { message });
-                    self.store_anew(save, &mut progress).await;
+                    self.store_anew(save, progress).await;
                     continue;
                 }
                 Err(error) if error.kind() == ErrorKind::Unavailable => error,
-                Err(error) if self.may_begin_anew(&error, &progress) => {
+                Err(error) if self.may_begin_anew(&error, progress) => {
                     tracing::warn!(step = save.held.seal.step, %error, "the upload is gone, and is begun anew");
                     progress.begun_anew += 1;
                     continue;
@@ -327,14 +329,14 @@ impl Flusher {
         let step = save.held.seal.step;
         match &outcome {
             Ok(Outcome::Durable(_)) => self.remains.pass(self.clock.now()),
-            outcome if self.leaves_nothing(save, &progress, outcome) => {
+            outcome if self.leaves_nothing(save, progress, outcome) => {
                 self.discard(progress.stored.as_ref()).await;
-                self.leave_notes(save, &progress);
+                self.leave_notes(save, progress);
                 self.take_all_back().await;
             }
             Ok(Outcome::Refused(_)) | Err(_) => {
                 self.remember(progress.stored.as_ref());
-                self.leave_notes(save, &progress);
+                self.leave_notes(save, progress);
             }
             Ok(Outcome::Taken | Outcome::Gone(_)) => {}
         }
@@ -352,7 +354,7 @@ impl Flusher {
             }
         };
         outcome?;
-        let Some(stored) = progress.stored else { return Ok(0) };
+        let Some(stored) = progress.stored.take() else { return Ok(0) };
         let uploaded = stored.uploaded();
         self.go_on_from(save, stored.part);
         Ok(uploaded)

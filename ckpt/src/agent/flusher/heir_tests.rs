@@ -8,7 +8,7 @@ use super::rounds_tests::{agent, in_round, in_time, part, pass, stored};
 use super::tests::{start, trainer};
 use super::*;
 use crate::agent::{KeptStep, LostRanks};
-use crate::catalog::{list_ranks, list_steps, put_alive};
+use crate::catalog::{Start, list_ranks, list_steps, put_alive};
 use crate::manifest::ShardKey;
 use crate::verify::verify;
 
@@ -336,4 +336,31 @@ async fn a_store_that_is_away_between_two_parts_of_others_is_waited_for_anew() {
     };
     flushed.expect("durable");
     assert_eq!((job.steps().await, shards(&job.bucket).await), (1, 4));
+}
+
+/// A rank of a lost host may live on, and learn that its job began anew: what all had stored was refused then.
+#[tokio::test]
+async fn a_rank_that_is_superseded_once_its_part_is_stored_leaves_the_step_to_the_others() {
+    let (job, faults) = (Job::new().await, Faults::new());
+    let mut waits = agent(&job.bucket, &job.run, 0, &job.clock);
+    let (trainer, _hears) = trainer();
+    let target = Some((job.bucket.with_faults(&faults), job.run.clone()));
+    let mut lives = Flusher { trainer, target, ..agent(&job.bucket, &job.run, 1, &job.clock) };
+    let own = Job::copy(0);
+    let both = async { tokio::join!(waits.flush(&own), lives.settle(Job::copy(1))).0 };
+    tokio::pin!(both);
+    loop {
+        let gate = faults.gate(1);
+        tokio::select! { done = &mut both => panic!("{done:?}"), () = gate.reached() => {} }
+        if shards(&job.bucket).await == 2 {
+            let later = Start { nonce: "1".repeat(32), ..start() };
+            begin_run(&job.bucket, later).await.expect("a later start");
+            job.clock.advance(Duration::from_secs(60));
+            gate.open();
+            break;
+        }
+        gate.open();
+    }
+    in_time((&job.bucket, &job.clock), 2, both).await.expect("durable");
+    assert_eq!(job.steps().await, 1);
 }
