@@ -17,7 +17,7 @@ use super::flush::{Given, MOST_BEGUN_ANEW, Save, commit_of, publish, store};
 use super::leave::Leave;
 use super::replicas::{Replica, Shelf};
 use super::source::Source;
-use crate::arena::HeldStep;
+use crate::arena::{Held, HeldStep};
 use crate::catalog::{Alive, EVERY, RankKey, Round, put_failed};
 
 /// How long a rank may tell nothing: it missed two times, and half of a third. Others wait for longer than that.
@@ -106,16 +106,22 @@ impl<'a> Heir<'a> {
     ) -> Result<bool> {
         // While a trainer lives, its job does: another agent may come in the place of one that died.
         let Some(shelf) = self.shelf.filter(|_| leave.trainer.is_gone()) else { return Ok(false) };
-        let is_gone = |rank| lacks(rank) && (leave.trainer.is_lost(rank) || self.standing.is_silent(rank));
+        let (bucket, run) = (leave.bucket, leave.run);
+        let is_of_try = |held: &Held| commit_of(run, Some(self.member), &held.seal) == self.commit;
+        let is_left = |held: &Held| {
+            // One that tells nothing may come yet, and is not refused for a copy that makes no step.
+            let is_gone =
+                leave.trainer.is_lost(held.rank) || (self.standing.is_silent(held.rank) && is_of_try(held));
+            lacks(held.rank) && is_gone
+        };
         let mut parts = shelf.parts(step).into_iter();
-        let Some(Replica { held, memory, .. }) = parts.find(|part| is_gone(part.held.rank)) else {
+        let Some(Replica { held, memory, .. }) = parts.find(|part| is_left(&part.held)) else {
             return Ok(false);
         };
         let (rank, save) = (held.rank, self.member.save(step.step));
         tracing::info!(step = step.step, rank, "stores the part of a rank that is gone, out of its copy");
         let member = Member { rank, ..self.member.clone() };
-        let (bucket, run) = (leave.bucket, leave.run);
-        if commit_of(run, Some(&member), &held.seal) != self.commit {
+        if !is_of_try(&held) {
             let reason = "the copy that is left of its part is of another try of the step";
             put_failed(bucket, save, rank, self.round, reason).await?;
             return Ok(true);

@@ -364,3 +364,25 @@ async fn a_rank_that_is_superseded_once_its_part_is_stored_leaves_the_step_to_th
     in_time((&job.bucket, &job.clock), 2, both).await.expect("durable");
     assert_eq!(job.steps().await, 1);
 }
+
+/// Of a rank that told nothing for long it is not known that it is gone: a copy of another try had the step refused.
+#[tokio::test]
+async fn a_rank_that_tells_nothing_for_long_is_waited_for_where_what_is_kept_is_of_no_use() {
+    let job = Job::new().await;
+    let kept = [(2, in_round(part(2, 1, 3000), 6)), (3, Job::copy(3))];
+    let [mut first, mut second, mut late] = [job.agent(0, &kept), job.agent(1, &[]), job.agent(2, &[])];
+    let parts = [0, 1, 2].map(Job::copy);
+    let flushes = async { tokio::join!(first.flush(&parts[0]), second.flush(&parts[1])) };
+    tokio::pin!(flushes);
+    let later = async {
+        stored(&job.bucket, 2).await;
+        pass(&job.clock, 500).await;
+        tokio::join!(late.flush(&parts[2]), pass(&job.clock, 1000)).0
+    };
+    let (one, other) = tokio::select! {
+        done = &mut flushes => done,
+        done = later => panic!("it waits for ever: {done:?}"),
+    };
+    one.and(other).expect("durable");
+    assert_eq!((job.steps().await, shards(&job.bucket).await), (1, 4));
+}
