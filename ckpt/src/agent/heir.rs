@@ -32,6 +32,8 @@ pub(super) struct Standing {
     heard: HashMap<u32, (Timestamp, Duration)>,
     /// The ranks whose parts it stored.
     stood_in_for: Vec<u32>,
+    /// Silent ones whose copies make no step.
+    useless: Vec<u32>,
     /// How often uploads of theirs were begun anew.
     begun_anew: u32,
 }
@@ -110,8 +112,9 @@ impl<'a> Heir<'a> {
         let is_of_try = |held: &Held| commit_of(run, Some(self.member), &held.seal) == self.commit;
         let is_left = |held: &Held| {
             // One that tells nothing may come yet, and is not refused for a copy that makes no step.
+            let is_of_use = || is_of_try(held) && !self.standing.useless.contains(&held.rank);
             let is_gone =
-                leave.trainer.is_lost(held.rank) || (self.standing.is_silent(held.rank) && is_of_try(held));
+                leave.trainer.is_lost(held.rank) || (self.standing.is_silent(held.rank) && is_of_use());
             lacks(held.rank) && is_gone
         };
         let mut parts = shelf.parts(step).into_iter();
@@ -144,6 +147,10 @@ impl<'a> Heir<'a> {
             {
                 tracing::warn!(step = step.step, rank, %error, "the upload is gone, and is begun anew");
                 self.standing.begun_anew += 1;
+            }
+            Err(error) if !leave.trainer.is_lost(rank) => {
+                tracing::warn!(step = step.step, rank, %error, "its copy is of no use: it is waited for itself");
+                self.standing.useless.push(rank);
             }
             Err(error) => put_failed(bucket, save, rank, self.round, &error.to_string()).await?,
         }

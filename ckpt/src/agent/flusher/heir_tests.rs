@@ -19,6 +19,15 @@ fn shelf(kept: &[(u32, Save)]) -> Shelf {
     }))
 }
 
+/// With another last byte.
+fn flipped(mut save: Save) -> Save {
+    let Source::Slot(shard) = &save.source else { unreachable!("it is in memory") };
+    let mut shard = shard.to_vec();
+    *shard.last_mut().expect("bytes") ^= 1;
+    save.source = Source::Slot(shard.into());
+    save
+}
+
 async fn shards(bucket: &Bucket) -> usize {
     bucket.list("shards").try_collect::<Vec<_>>().await.expect("list").len()
 }
@@ -156,16 +165,8 @@ async fn while_its_trainer_lives_an_agent_stores_nobody_elses_part() {
 /// A damaged copy, and one of another try of the step, make no step; all ranks are told at once.
 #[tokio::test]
 async fn what_is_wrong_with_a_copy_is_told_to_all() {
-    let flipped = || {
-        let mut save = Job::copy(2);
-        let Source::Slot(shard) = &save.source else { unreachable!("it is in memory") };
-        let mut shard = shard.to_vec();
-        *shard.last_mut().expect("bytes") ^= 1;
-        save.source = Source::Slot(shard.into());
-        save
-    };
     for (copy, expected) in [
-        (flipped(), "rank 2: step 1: tensor `t@2` "),
+        (flipped(Job::copy(2)), "rank 2: step 1: tensor `t@2` "),
         (in_round(part(2, 1, 3000), 6), "rank 2: the copy that is left of its part is of another try"),
     ] {
         let job = Job::new().await;
@@ -365,24 +366,27 @@ async fn a_rank_that_is_superseded_once_its_part_is_stored_leaves_the_step_to_th
     assert_eq!(job.steps().await, 1);
 }
 
-/// Of a rank that told nothing for long it is not known that it is gone: a copy of another try had the step refused.
+/// Of a rank that told nothing for long it is not known that it is gone: a copy of another try, or a damaged one, had the step
+/// refused.
 #[tokio::test]
 async fn a_rank_that_tells_nothing_for_long_is_waited_for_where_what_is_kept_is_of_no_use() {
-    let job = Job::new().await;
-    let kept = [(2, in_round(part(2, 1, 3000), 6)), (3, Job::copy(3))];
-    let [mut first, mut second, mut late] = [job.agent(0, &kept), job.agent(1, &[]), job.agent(2, &[])];
-    let parts = [0, 1, 2].map(Job::copy);
-    let flushes = async { tokio::join!(first.flush(&parts[0]), second.flush(&parts[1])) };
-    tokio::pin!(flushes);
-    let later = async {
-        stored(&job.bucket, 2).await;
-        pass(&job.clock, 500).await;
-        tokio::join!(late.flush(&parts[2]), pass(&job.clock, 1000)).0
-    };
-    let (one, other) = tokio::select! {
-        done = &mut flushes => done,
-        done = later => panic!("it waits for ever: {done:?}"),
-    };
-    one.and(other).expect("durable");
-    assert_eq!((job.steps().await, shards(&job.bucket).await), (1, 4));
+    for copy in [in_round(part(2, 1, 3000), 6), flipped(Job::copy(2))] {
+        let job = Job::new().await;
+        let kept = [(2, copy), (3, Job::copy(3))];
+        let [mut first, mut second, mut late] = [job.agent(0, &kept), job.agent(1, &[]), job.agent(2, &[])];
+        let parts = [0, 1, 2].map(Job::copy);
+        let flushes = async { tokio::join!(first.flush(&parts[0]), second.flush(&parts[1])) };
+        tokio::pin!(flushes);
+        let later = async {
+            stored(&job.bucket, 2).await;
+            pass(&job.clock, 500).await;
+            tokio::join!(late.flush(&parts[2]), pass(&job.clock, 1000)).0
+        };
+        let (one, other) = tokio::select! {
+            done = &mut flushes => done,
+            done = later => panic!("it waits for ever: {done:?}"),
+        };
+        one.and(other).expect("durable");
+        assert_eq!((job.steps().await, shards(&job.bucket).await), (1, 4));
+    }
 }
