@@ -135,7 +135,7 @@ impl Importer {
         let Some(key) = awaited else { return Ok(false) };
         let Some(object) = self.0.bucket.head(&key).await? else { return Ok(false) };
         let begin = move |change: &mut Change<'_, '_>| {
-            let is_awaited = change.awaited_at(ino)?.is_some_and(|key| key == object.key);
+            let is_awaited = change.awaits(ino, &object)?;
             if is_awaited {
                 let inode = change.inode(ino)?;
                 change.begin_with(ino, inode, &object)?;

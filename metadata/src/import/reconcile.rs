@@ -13,10 +13,8 @@ use tracing::warn;
 
 use super::items::{Item, Items, OBJECT_SUFFIX, beside};
 use crate::follow::take_back_name;
-use crate::records::{
-    Change, Charge, Records, check_name, child_prefix, prefix_with_slash, readable, usage_of,
-};
-use crate::schema::{Claim, Deletion, Dentry, HolderState, ImportState, Inode, OWN_NUMBERS};
+use crate::records::{Change, Charge, Records, check_name, child_prefix, prefix_with_slash, usage_of};
+use crate::schema::{Claim, Dentry, HolderState, ImportState, Inode, OWN_NUMBERS};
 
 /// Names in one window. A closure runs again for reads that depend on one another, on engines whose reads wait: this
 /// keeps their number far below what the committer allows.
@@ -240,14 +238,6 @@ impl Window<'_, '_, '_> {
         }
     }
 
-    /// Whether the object came after the one that is to be deleted at its key: by an outsider, or as the first content of a
-    /// file whose mount died before it had noted that the key is free. A damaged record knows none.
-    fn is_successor(&self, due_ms: u64, info: &ObjectInfo) -> Result<bool> {
-        let queued = self.change.keys().deletion(due_ms, info.key.as_str());
-        let doomed = self.change.reads().get(&queued)?.map(Deletion::decode).and_then(readable);
-        Ok(doomed.is_some_and(|doomed| doomed.blob.version != info.version))
-    }
-
     /// Gives a file that stood beside a directory the name back, now that the directory is gone.
     fn step_back(&mut self, name: &Bytes, ino: InodeId) -> Result<()> {
         let (directory, aside) = (self.work.directory, beside(name));
@@ -281,7 +271,7 @@ impl Window<'_, '_, '_> {
             Some(HolderState::Held(holder)) if entry.is_some_and(|entry| entry.ino == holder) => {}
             Some(HolderState::Held(holder)) if self.is_lost(holder, info)? => {}
             Some(HolderState::Held(holder)) if entry.is_none() => return self.step_back(name, holder),
-            Some(HolderState::Doomed { due_ms }) if self.is_successor(due_ms, info)? => {}
+            Some(HolderState::Doomed { due_ms }) if self.change.is_successor(due_ms, info)? => {}
             Some(_) => return self.was_anothers(name, key, entry),
         }
         match entry {

@@ -10,7 +10,7 @@ use forebay_core::{Blob, FileKind, FileLayout, InodeId, ObjectKey, Result, Versi
 use forebay_io::object::ObjectInfo;
 
 use super::path::Spelling;
-use super::{Change, Records, prefix_with_slash};
+use super::{Change, Records, prefix_with_slash, readable};
 use crate::schema::{Claim, Deletion, HolderState, Inode, Intent, Move, Tag};
 
 /// Seconds that a store's clock may be behind this host's, with the second that it rounds to.
@@ -120,10 +120,8 @@ impl Change<'_, '_> {
     /// Whether a file never had content, and an object at `key` is its first: whether that was written through a mount that
     /// died before it had recorded it, or by an outsider, cannot be known.
     pub(crate) fn awaits_content(&self, ino: InodeId, inode: &Inode, key: &str) -> Result<bool> {
-        let is_new = inode.generation == 0 && inode.home.is_none() && inode.nlink > 0;
-        let is_empty = inode.size == 0 && inode.extents.is_empty() && inode.further == 0;
-        Ok(is_new
-            && is_empty
+        Ok(inode.is_blank()
+            && inode.nlink > 0
             && self.key_of(ino, inode)?.as_deref() == Some(key)
             && self.intent(ino)?.is_none())
     }
@@ -134,8 +132,29 @@ impl Change<'_, '_> {
             return Ok(None);
         };
         let Some(key) = self.key_of(ino, &inode)? else { return Ok(None) };
-        let is_own = self.claim(&key)?.is_none() && !self.lies_below_claim(&key)?;
+        let claim = self.claim(&key)?.map(|claim| claim.state);
+        let is_own =
+            matches!(claim, None | Some(HolderState::Doomed { .. })) && !self.lies_below_claim(&key)?;
         Ok((is_own && self.awaits_content(ino, &inode, &key)?).then(|| ObjectKey::new(key)))
+    }
+
+    /// Whether such a file awaits just this object, which is not the one that is to be deleted there.
+    pub(crate) fn awaits(&self, ino: InodeId, found: &ObjectInfo) -> Result<bool> {
+        if self.awaited_at(ino)?.is_none_or(|key| key != found.key) {
+            return Ok(false);
+        }
+        match self.claim(found.key.as_str())?.map(|claim| claim.state) {
+            Some(HolderState::Doomed { due_ms }) => self.is_successor(due_ms, found),
+            _ => Ok(true),
+        }
+    }
+
+    /// Whether an object came after the one that is to be deleted at its key: by an outsider, or as the first content of a
+    /// file whose mount died before it had noted that the key is free. A damaged record knows none.
+    pub(crate) fn is_successor(&self, due_ms: u64, found: &ObjectInfo) -> Result<bool> {
+        let queued = self.keys().deletion(due_ms, found.key.as_str());
+        let doomed = self.reads().get(&queued)?.map(Deletion::decode).and_then(readable);
+        Ok(doomed.is_some_and(|doomed| doomed.blob.version != found.version))
     }
 
     /// Makes an object the first content of such a file, which stays what it is otherwise. As nobody knows who wrote it, it

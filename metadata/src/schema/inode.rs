@@ -78,6 +78,15 @@ const KEPT: u8 = 1;
 const PACKED: u8 = 2;
 
 impl Inode {
+    /// Whether a file never had content. What was imported has some of generation 0, wherever that lies since.
+    pub fn is_blank(&self) -> bool {
+        self.generation == 0
+            && self.home.is_none()
+            && self.size == 0
+            && self.extents.is_empty()
+            && self.further == 0
+    }
+
     /// A new inode without content.
     pub fn new(kind: FileKind, mode: u16, (uid, gid): (u32, u32), now: Timestamp) -> Self {
         Self {

@@ -457,12 +457,11 @@ impl LocalTree {
     async fn content_of(&self, ino: InodeId, may_begin: bool) -> Result<(FileLayout, u64)> {
         let found = self.look(|look| {
             let inode = look.file(ino)?;
-            let is_new = inode.generation == 0 && inode.home.is_none() && inode.size == 0;
-            Ok(((look.layout(ino, &inode)?, inode.generation), is_new))
+            Ok(((look.layout(ino, &inode)?, inode.generation), inode.is_blank()))
         });
-        let (found, is_new) = found.await?;
+        let (found, is_blank) = found.await?;
         match &self.importer {
-            Some(importer) if may_begin && is_new && importer.begin(ino).await? => self.layout(ino).await,
+            Some(importer) if may_begin && is_blank && importer.begin(ino).await? => self.layout(ino).await,
             _ => Ok(found),
         }
     }

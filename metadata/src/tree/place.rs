@@ -75,8 +75,7 @@ pub(super) fn place(
                 Some(before) if before.key != key => return place_aside(change, ino, fresh, true),
                 before => before.and_then(|before| before.mark).map(Mark::and_earlier).unwrap_or_default(),
             };
-            // What was imported has content, wherever its names went since.
-            let is_first = inode.home.is_none() && inode.generation == 0;
+            let is_first = inode.is_blank();
             let replaces = inode.home.filter(|home| home.key == key).map(|home| home.version);
             let of = Some(Announced { generation: inode.generation, seals });
             let mark = Some(Mark { token: token.to_owned(), made: change.now, of, earlier });

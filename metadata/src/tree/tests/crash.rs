@@ -218,6 +218,67 @@ async fn a_file_that_was_imported_and_renamed_is_known_after_a_crash() {
     check_files(&world, &tree, &files(&[("b", "new")])).await;
 }
 
+/// The same of one that came back from the trash, whose object is not its own any more.
+#[tokio::test]
+async fn a_file_that_was_imported_and_brought_back_is_known_after_a_crash() {
+    let mut world = World::memory().await;
+    world.settings.trash_ms = 3_600_000;
+    world.put("a", b"old").await;
+    let tree = world.open().await;
+    let ino = resolve(&tree, "a").await.expect("found").ino;
+    let wanted = SetAttributes { mode: Some(0o640), uid: Some(7), ..Default::default() };
+    tree.set_attributes(ino, wanted).await.expect("set");
+    unlink(&tree, "a").await.expect("unlinked");
+    tree.drain().await.expect("drained");
+    let id = tree.trash(None, 1).await.expect("the trash")[0].id;
+    tree.restore(id, InodeId::ROOT, b"a").await.expect("restored");
+    tree.sync().await.expect("synced");
+    let placed = world.write_path(&tree, "a", "new").await.expect("written");
+    assert!(matches!(placed, Placement::Own { .. }), "{placed:?}");
+    world.crash(tree, false).await;
+    let tree = world.open().await;
+    let found = resolve(&tree, "a").await.expect("found");
+    assert_eq!((found.ino, found.mode, found.uid, found.size), (ino, 0o640, 7, 3));
+    check_files(&world, &tree, &files(&[("a", "new")])).await;
+}
+
+/// So does who opens the file by a name elsewhere, and writes on.
+#[tokio::test]
+async fn first_content_at_a_freed_key_is_found_by_who_opens_the_file_elsewhere() {
+    let world = World::memory().await;
+    world.put("d/f", b"old").await;
+    let tree = world.open().await;
+    let directory = resolve(&tree, "d").await.expect("found").ino;
+    unlink(&tree, "d/f").await.expect("unlinked");
+    let (file, _) = tree.create(directory, b"f", new_file(), Existing::Refuse).await.expect("made");
+    tree.link(file.ino, InodeId::ROOT, b"g").await.expect("linked");
+    tree.sync().await.expect("synced");
+    world.write_path(&tree, "d/f", "new").await.expect("written");
+    world.crash(tree, false).await;
+    let tree = world.open().await;
+    let ino = resolve(&tree, "g").await.expect("found").ino;
+    tree.opened(ino).await.expect("opened");
+    assert_eq!(world.read(&tree, ino).await.expect("bytes"), b"new");
+    tree.closed(ino).await.expect("closed");
+    tree.drain().await.expect("drained");
+    assert_eq!(world.read_path(&tree, "d/f").await.expect("bytes"), "new");
+    world.check_objects(&[("d/f", "new")]).await;
+}
+
+/// What a writer brought is newer than what the file had, whatever time somebody gave that: other tools see it already.
+#[tokio::test]
+async fn new_content_is_found_after_a_crash_whatever_the_time_of_the_file() {
+    let world = World::memory().await;
+    let tree = world.open().await;
+    let later = forebay_io::clock::Clock::system().wall().seconds + 60;
+    let ino = make_owned(&world, &tree, "a", "old", later).await;
+    tree.sync().await.expect("synced");
+    world.write(&tree, ino, b"new").await.expect("written");
+    world.crash(tree, false).await;
+    let tree = world.open().await;
+    check_files(&world, &tree, &files(&[("a", "new")])).await;
+}
+
 /// So it is when the mover finds that out while the directory is being listed.
 #[tokio::test]
 async fn first_content_at_a_freed_key_is_found_by_a_listing_under_way() {
