@@ -57,6 +57,9 @@ impl Change<'_, '_> {
     pub(crate) fn remove_name(&mut self, parent: InodeId, name: &[u8], ino: InodeId) -> Result<()> {
         self.delete_dentry(parent, name)?;
         let mut inode = self.inode(ino)?;
+        if inode.nlink > 1 || self.shared.settings.trash_ms > 0 {
+            self.leave_name((ino, &inode), (parent, name))?;
+        }
         inode.nlink = inode.nlink.saturating_sub(1);
         inode.ctime = self.now;
         if inode.nlink == 0 {
@@ -76,6 +79,19 @@ impl Change<'_, '_> {
         self.settle_home(ino, &inode)
     }
 
+    /// Notes that an inode goes on without a name. Where that is the path of its object, a claim keeps others from there.
+    fn leave_name(&self, (ino, inode): (InodeId, &Inode), (parent, name): (InodeId, &[u8])) -> Result<()> {
+        let is_first = inode.parent == parent && inode.name == name;
+        let is_at_home = match &inode.home {
+            Some(home) if is_first => self.key_of(ino, inode)?.as_deref() == Some(home.key.as_str()),
+            _ => false,
+        };
+        if !is_at_home {
+            self.shared.names_left.note();
+        }
+        Ok(())
+    }
+
     /// Replaces the name `from` of an inode by `to`, entries left to the caller, which puts the inode.
     pub(crate) fn change_name(
         &mut self,
@@ -83,6 +99,7 @@ impl Change<'_, '_> {
         from: (InodeId, &[u8]),
         to: (InodeId, &[u8]),
     ) -> Result<()> {
+        self.leave_name((ino, inode), from)?;
         if inode.parent == from.0 && inode.name == from.1 {
             inode.parent = to.0;
             inode.name = Bytes::copy_from_slice(to.1);

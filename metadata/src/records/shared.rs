@@ -3,7 +3,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use forebay_core::{InodeId, ObjectKey, Timestamp, Version};
@@ -49,6 +49,7 @@ pub(crate) struct Shared {
     /// How often prefixes were let go of that may not be free on disk yet: after a power cut what is put there would be listed
     /// by the directories that had them, and taken for new contents of their files.
     pub(crate) prefixes_freed: AtomicU64,
+    pub(crate) names_left: NamesLeft,
     /// Wakes the mover.
     pub(crate) work: Notify,
     /// Who hears of what listings change.
@@ -81,6 +82,7 @@ impl Shared {
             segments: Arc::default(),
             subtree_moves: AtomicU64::new(0),
             prefixes_freed: AtomicU64::new(0),
+            names_left: NamesLeft::default(),
             work: Notify::new(),
             outside: OutsideChanges::of(session),
         }
@@ -115,6 +117,31 @@ impl Shared {
     pub(crate) fn now_ms(&self) -> u64 {
         let now = self.now();
         (now.seconds.max(0) as u64).saturating_mul(1000) + u64::from(now.nanos / 1_000_000)
+    }
+}
+
+/// How often a name was left while no claim keeps others from its key, and how much of that is on disk. After a power cut whoever left
+/// it has it again, and what another file has put there meanwhile would be taken for an outsider's, who replaced that one.
+#[derive(Debug, Default)]
+pub(crate) struct NamesLeft {
+    all: AtomicU64,
+    durable: AtomicU64,
+}
+
+impl NamesLeft {
+    pub(crate) fn note(&self) {
+        self.all.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// How many there were so far, if some may not be on disk.
+    pub(crate) fn pending(&self) -> Option<u64> {
+        let all = self.all.load(Ordering::SeqCst);
+        (all > self.durable.load(Ordering::SeqCst)).then_some(all)
+    }
+
+    /// Those up to `all` are on disk.
+    pub(crate) fn synced(&self, all: u64) {
+        self.durable.fetch_max(all, Ordering::SeqCst);
     }
 }
 

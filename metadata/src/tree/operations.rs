@@ -282,9 +282,12 @@ impl Tree for LocalTree {
                     // that the key is free. Else what is written there would be somebody else's after a crash, and stay
                     // when the file goes on. A file's first content may be: it is found again at the file's path, unless
                     // that led elsewhere. It waits, too, while another host may have the volume.
-                    let may_lead_elsewhere = self.shared.prefixes_freed.load(Ordering::SeqCst) > 0;
+                    let left = self.shared.names_left.pending();
+                    let may_lead_elsewhere =
+                        left.is_some() || self.shared.prefixes_freed.load(Ordering::SeqCst) > 0;
                     if !is_first || may_lead_elsewhere || !self.committer.is_sure() {
                         self.committer.sync().await?;
+                        left.inspect(|left| self.shared.names_left.synced(*left));
                     }
                     unplaced.forget();
                     return Ok(placement);

@@ -279,6 +279,79 @@ async fn new_content_is_found_after_a_crash_whatever_the_time_of_the_file() {
     check_files(&world, &tree, &files(&[("a", "new")])).await;
 }
 
+/// What comes to a name that another file has left, which is not on disk, does not take the place of that one after a crash: what it had
+/// synced went, all of it.
+#[tokio::test]
+async fn a_file_that_left_its_name_outlives_what_comes_there() {
+    for case in ["packed", "moved twice", "exchanged", "linked", "blank", "below", "trash"] {
+        println!("{case}");
+        let mut world = World::memory().await;
+        world.settings.trash_ms = if case == "trash" { 3_600_000 } else { 0 };
+        if case == "moved twice" {
+            world.put("z", b"synced").await;
+        }
+        let tree = world.open().await;
+        match case {
+            "moved twice" => rename(&tree, "z", "a", RenameMode::Replace).await.expect("renamed"),
+            "blank" => {
+                drop(tree.create(InodeId::ROOT, b"a", new_file(), Existing::Refuse).await.expect("made"))
+            }
+            "below" => {
+                let directory = make_directory(&tree, "d").await.expect("made").ino;
+                tree.create(directory, b"a", new_file(), Existing::Refuse).await.expect("made");
+            }
+            _ => write_packed(&world, &tree, &[("a", b"synced")]).await,
+        }
+        let first = if case == "below" { "d/a" } else { "a" };
+        let ino = resolve(&tree, first).await.expect("found").ino;
+        let wanted = SetAttributes { mode: Some(0o600), uid: Some(7), ..Default::default() };
+        tree.set_attributes(ino, wanted).await.expect("set");
+        if case == "exchanged" {
+            tree.create(InodeId::ROOT, b"b", new_file(), Existing::Refuse).await.expect("made");
+        }
+        tree.sync().await.expect("synced");
+        let mut expected = vec![("a", "new"), ("b", "synced")];
+        let mut written = "a";
+        match case {
+            "exchanged" => rename(&tree, "a", "b", RenameMode::Exchange).await.expect("exchanged"),
+            "linked" => {
+                tree.link(ino, InodeId::ROOT, b"b").await.expect("linked");
+                unlink(&tree, "a").await.expect("unlinked");
+            }
+            "blank" => {
+                rename(&tree, "a", "b", RenameMode::Replace).await.expect("renamed");
+                (written, expected) = ("b", vec![("b", "new")]);
+            }
+            "below" => {
+                rename(&tree, "d", "e", RenameMode::Replace).await.expect("renamed");
+                (written, expected) = ("e/a", vec![("e/a", "new")]);
+            }
+            "trash" => {
+                unlink(&tree, "a").await.expect("unlinked");
+                expected = vec![("a", "new")];
+            }
+            _ => rename(&tree, "a", "b", RenameMode::Replace).await.expect("renamed"),
+        }
+        world.write_path(&tree, written, "new").await.expect("written");
+        world.crash(tree, false).await;
+        let tree = world.open().await;
+        paths(&tree).await;
+        if case == "trash" {
+            let trash = tree.trash(None, 9).await.expect("the trash");
+            assert_eq!(trash.iter().map(|one| one.id.ino).collect::<Vec<_>>(), [ino]);
+        }
+        for (path, text) in &expected {
+            assert_eq!(world.read_path(&tree, path).await.expect("bytes"), *text, "{case}: {path}");
+        }
+        if case != "trash" {
+            let found = resolve(&tree, expected.last().expect("one").0).await.expect("found");
+            assert_eq!((found.ino, found.mode, found.uid), (ino, 0o600, 7), "{case}");
+        }
+        tree.drain().await.expect("drained");
+        assert!(tree.fsck(false).await.expect("checked").is_clean());
+    }
+}
+
 /// So it is when the mover finds that out while the directory is being listed.
 #[tokio::test]
 async fn first_content_at_a_freed_key_is_found_by_a_listing_under_way() {
