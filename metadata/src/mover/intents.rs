@@ -416,5 +416,6 @@ fn adopt(change: &mut Change<'_, '_>, ino: InodeId, mut inode: Inode, found: &Ob
     inode.generation += 1;
     inode.mtime = found.modified;
     inode.ctime = change.now;
+    change.tell_all_of_inode(ino, true);
     seal(change, ino, inode, found.blob())
 }

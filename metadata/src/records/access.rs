@@ -255,9 +255,13 @@ impl<'a, 't> Change<'a, 't> {
 
     /// Has other mounts that write to this tree hear that an inode, or its content, changed.
     pub(crate) fn tell_of_inode(&mut self, ino: InodeId, has_content: bool) {
-        if self.is_import || !self.shared.settings.serves {
-            return;
+        if !self.is_import && self.shared.settings.serves {
+            self.tell_all_of_inode(ino, has_content);
         }
+    }
+
+    /// The same where nobody asked for that: this process's own mount hears of it, too.
+    pub(crate) fn tell_all_of_inode(&mut self, ino: InodeId, has_content: bool) {
         let is_same = |change: &&mut OutsideChange| matches!(change, OutsideChange::Inode { ino: other, .. } if *other == ino);
         match self.outside.iter_mut().find(is_same) {
             Some(OutsideChange::Inode { has_content: known, .. }) => *known |= has_content,

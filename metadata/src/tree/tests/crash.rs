@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 
 use forebay_core::{ErrorKind, FileLayout, InodeId};
 use forebay_io::object::{Condition, Faults, OperationKind};
+use futures::FutureExt;
 
 use super::segments::write_packed;
 use super::world::*;
 use crate::fsck::Repair;
-use crate::records::Records;
+use crate::records::{OutsideChange, Records};
 use crate::schema::{Deletion, Inode, Tag};
 use crate::testing::{Chance, rounds};
 use crate::tree::{Existing, LocalTree, Placement, RenameMode, SetAttributes, Tree, XattrMode, resolve};
@@ -373,6 +374,29 @@ async fn what_comes_after_the_death_of_who_asked_for_it_does_not_replace_newer_c
         let found = resolve(&tree, "a").await.expect("found").ino;
         assert_eq!((found, world.read(&tree, found).await.expect("bytes")), (file.ino, b"newer".to_vec()));
         tree.drain().await.expect("drained");
+    }
+}
+
+/// Nobody else tells those who have the file open: they went on with the bytes of before, as far as these were at hand.
+#[tokio::test]
+async fn who_has_a_file_open_hears_that_a_write_came_which_was_not_answered() {
+    for serves in [false, true] {
+        let mut world = World::memory().await;
+        world.settings.serves = serves;
+        let tree = world.open().await;
+        world.write_path(&tree, "a", "old").await.expect("written");
+        let ino = resolve(&tree, "a").await.expect("found").ino;
+        let asked = tree.place(ino, false).await.expect("placed");
+        tree.doubt(ino).await.expect("noted");
+        let mut heard = tree.outside().listen();
+        world.put_at(&asked, b"newer").await.expect("put");
+        tree.drain().await.expect("drained");
+        assert_eq!(world.read(&tree, ino).await.expect("bytes"), b"newer");
+        let mut is_told = false;
+        while let Some(Ok(change)) = heard.next().now_or_never() {
+            is_told |= change == OutsideChange::Inode { ino, has_content: true };
+        }
+        assert!(is_told, "serves: {serves}");
     }
 }
 
