@@ -30,6 +30,8 @@ pub(crate) struct Shared {
     pub(crate) spelling: Spelling,
     /// How often each inode is open in this session.
     pub(crate) openers: Mutex<HashMap<InodeId, u32>>,
+    /// Those among them that had no content, and were handed out so.
+    pub(crate) handed_out_blank: Mutex<HashSet<InodeId>>,
     /// Other mounts that write to this tree.
     pub(crate) guests: Guests,
     /// Who is writing to which file's own path, where several mounts may.
@@ -71,6 +73,7 @@ impl Shared {
             clock,
             spelling,
             openers: Mutex::default(),
+            handed_out_blank: Mutex::default(),
             guests: Guests::default(),
             holds: Holds::default(),
             first_ino: AtomicU64::new(0),
@@ -101,7 +104,10 @@ impl Shared {
                 *count -= 1;
                 false
             }
-            Some(_) => openers.remove(&ino).is_some(),
+            Some(_) => {
+                self.handed_out_blank.lock().remove(&ino);
+                openers.remove(&ino).is_some()
+            }
             None => false,
         }
     }

@@ -76,6 +76,8 @@ pub struct LocalTree {
     pub(super) following: OnceLock<Arc<Following>>,
     /// Whoever begins or ends the counting of a directory holds this meanwhile.
     pub(super) counting: tokio::sync::Mutex<()>,
+    /// Whoever looks for the first content of a file holds this meanwhile, and who opens the same one waits.
+    pub(super) beginning: tokio::sync::Mutex<()>,
     rng: Rng,
     tasks: TaskGroup,
 }
@@ -162,8 +164,9 @@ impl LocalTree {
             }
             _ => None,
         };
-        let (following, counting) = (OnceLock::new(), tokio::sync::Mutex::default());
-        Self { committer, shared, importer, mover, following, counting, rng, tasks }
+        let following = OnceLock::new();
+        let (counting, beginning) = Default::default();
+        Self { committer, shared, importer, mover, following, counting, beginning, rng, tasks }
     }
 
     /// Makes the root of a new volume, and notes this session.

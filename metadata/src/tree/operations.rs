@@ -442,14 +442,9 @@ impl LocalTree {
         if self.shared.settings.serves {
             self.shared.guests.opened(self.asking(), ino);
         }
-        let is_first = {
-            let mut openers = self.shared.openers.lock();
-            let count = openers.entry(ino).or_default();
-            *count += 1;
-            *count == 1
-        };
+        *self.shared.openers.lock().entry(ino).or_default() += 1;
         // Counted first: an unlink that runs before this look has freed the inode, one that runs after has not.
-        let found = self.content_of(ino, may_begin && is_first && !self.shared.settings.read_only).await;
+        let found = self.content_of(ino, may_begin && !self.shared.settings.read_only).await;
         if found.is_err() {
             self.shared.guests.closed(self.asking(), ino);
             self.shared.forget_opener(ino);
@@ -463,10 +458,18 @@ impl LocalTree {
             Ok(((look.layout(ino, &inode)?, inode.generation), inode.is_blank()))
         });
         let (found, is_blank) = found.await?;
-        match &self.importer {
-            Some(importer) if may_begin && is_blank && importer.begin(ino).await? => self.layout(ino).await,
-            _ => Ok(found),
+        let Some(importer) = self.importer.as_ref().filter(|_| is_blank) else { return Ok(found) };
+        let handed_out = &self.shared.handed_out_blank;
+        if !may_begin {
+            handed_out.lock().insert(ino);
+            return Ok(found);
         }
+        let _turn = self.beginning.lock().await;
+        let is_awaited = !handed_out.lock().contains(&ino);
+        if is_awaited && !importer.begin(ino).await? {
+            handed_out.lock().insert(ino);
+        }
+        self.layout(ino).await
     }
 
     async fn commit(&self, ino: InodeId, content: Content) -> Result<Attributes> {

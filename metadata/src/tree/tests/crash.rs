@@ -266,6 +266,30 @@ async fn first_content_at_a_freed_key_is_found_by_who_opens_the_file_elsewhere()
     world.check_objects(&[("d/f", "new")]).await;
 }
 
+/// Of two who open the file at once, the second waits for what the first looks for, and looks itself where that failed.
+#[tokio::test]
+async fn first_content_is_found_by_all_who_open_the_file_at_once() {
+    let world = World::memory().await;
+    let tree = world.open().await;
+    let directory = make_directory(&tree, "d").await.expect("made").ino;
+    let (file, _) = tree.create(directory, b"f", new_file(), Existing::Refuse).await.expect("made");
+    tree.sync().await.expect("synced");
+    world.put("d/f", b"first").await;
+    world.crash(tree, false).await;
+    let faults = Faults::new();
+    let tree = world.open_over(Some(world.bucket().with_faults(&faults))).await;
+    let look = faults.gate(1);
+    let both = async { tokio::join!(tree.opened(file.ino), tree.opened(file.ino)) };
+    let (opened, ()) = tokio::join!(both, async {
+        look.reached().await;
+        tokio::task::yield_now().await;
+        look.open();
+    });
+    for opened in [opened.0, opened.1] {
+        assert_eq!(opened.expect("opened").0.size(), 5);
+    }
+}
+
 /// What a writer brought is newer than what the file had, whatever time somebody gave that: other tools see it already.
 #[tokio::test]
 async fn new_content_is_found_after_a_crash_whatever_the_time_of_the_file() {
