@@ -319,7 +319,7 @@ async fn a_file_that_left_its_name_outlives_what_comes_there() {
         match case {
             "moved twice" => rename(&tree, "z", "a", RenameMode::Replace).await.expect("renamed"),
             "blank" => {
-                drop(tree.create(InodeId::ROOT, b"a", new_file(), Existing::Refuse).await.expect("made"))
+                tree.create(InodeId::ROOT, b"a", new_file(), Existing::Refuse).await.expect("made");
             }
             "below" => {
                 let directory = make_directory(&tree, "d").await.expect("made").ino;
