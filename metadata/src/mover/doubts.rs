@@ -2,8 +2,7 @@
 //! answer.
 //!
 //! Their intents stand meanwhile, so that nobody else writes where they may appear: a store may still be at one that nobody
-//! waits for. What another process wrote and did not live to see answered is in doubt from the start of the next one on; its copies
-//! are settled then.
+//! waits for. What another process left in this state is settled when the next one starts.
 //!
 //! The same of copies that were planned and not asked for, as a step before failed, and of those whose commit did: here
 //! nothing comes any more, and the next pass settles them.

@@ -47,7 +47,7 @@ impl Settled {
 
 impl Mover {
     /// Settles every intent there is: at start-up, when nobody can be writing but guests of the process before, who may be at what
-    /// they announced. What was to be written and has not come stays in doubt. One that cannot be read, or whose file cannot,
+    /// they announced. One that cannot be read, or whose file cannot,
     /// stays, and keeps its key from others by its claim.
     pub(crate) async fn settle_all(&self) -> Result<()> {
         let keys = self.shared().keys;
@@ -61,15 +61,15 @@ impl Mover {
             for (key, value) in found {
                 let settle = async {
                     let ino = InodeId(keys.number_in(&key)?);
-                    if Intent::decode(value)?.copies.is_some() {
-                        return self.settle_intent(ino).await;
+                    if has_guests && Intent::decode(value)?.copies.is_none() {
+                        let patience = (None, Patience::Unknown);
+                        return self
+                            .settle_intent_of(ino, false, patience)
+                            .await
+                            .map(|settled| settled.is_over());
                     }
-                    if !has_guests {
-                        self.end_uploads(ino).await?;
-                    }
-                    // The store may still be at it, though whoever asked is dead.
-                    let patience = (None, Patience::Unknown);
-                    self.settle_intent_of(ino, false, patience).await.map(|settled| settled.is_over())
+                    self.end_uploads(ino).await?;
+                    self.settle_intent(ino).await
                 };
                 pass_over(settle.await)?;
             }

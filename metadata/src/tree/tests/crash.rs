@@ -377,30 +377,6 @@ async fn a_file_that_left_its_name_outlives_what_comes_there() {
     }
 }
 
-/// A store may be at what a process asked of it that is dead by now.
-#[tokio::test]
-async fn what_comes_after_the_death_of_who_asked_for_it_does_not_replace_newer_content() {
-    let world = World::memory().await;
-    let tree = world.open().await;
-    let (file, _) = tree.create(InodeId::ROOT, b"a", new_file(), Existing::Refuse).await.expect("made");
-    let asked = tree.place(file.ino, false).await.expect("placed");
-    tree.doubt(file.ino).await.expect("noted");
-    let put = world.bucket().put(&tree.fresh_blob(), "newer".into(), Condition::IfAbsent).await.expect("put");
-    tree.commit_layout(file.ino, 0, FileLayout::of_blob(put.blob()), time(1)).await.expect("committed");
-    tree.sync().await.expect("synced");
-    world.crash(tree, false).await;
-    let tree = world.open().await;
-    paths(&tree).await;
-    world.put_at(&asked, b"older").await.expect("put");
-    for _ in 0..2 {
-        world.pass_ttl();
-        assert_eq!(paths(&tree).await, ["a"]);
-        let found = resolve(&tree, "a").await.expect("found").ino;
-        assert_eq!((found, world.read(&tree, found).await.expect("bytes")), (file.ino, b"newer".to_vec()));
-        tree.drain().await.expect("drained");
-    }
-}
-
 /// Nobody else tells those who have the file open: they went on with the bytes of before, as far as these were at hand.
 #[tokio::test]
 async fn who_has_a_file_open_hears_that_a_write_came_which_was_not_answered() {
