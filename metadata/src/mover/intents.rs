@@ -1,7 +1,7 @@
 //! Writes to plain objects of which it is not known whether they happened.
 
 use forebay_core::{Blob, ErrorKind, FileLayout, InodeId, ObjectKey, Result};
-use forebay_io::object::{Authorship, ObjectInfo};
+use forebay_io::object::{Authorship, ObjectInfo, Scheme};
 use tokio::time::Instant;
 
 use super::Mover;
@@ -47,11 +47,16 @@ impl Settled {
 
 impl Mover {
     /// Settles every intent there is: at start-up, when nobody can be writing but guests of the process before, who may be at what
-    /// they announced. One that cannot be read, or whose file cannot,
-    /// stays, and keeps its key from others by its claim.
+    /// they announced. What a dead process asked of a store across a network may still come: nobody knows whether it was answered.
+    /// One that cannot be read, or whose file cannot, stays, and keeps its key from others by its claim.
     pub(crate) async fn settle_all(&self) -> Result<()> {
         let keys = self.shared().keys;
         let has_guests = !self.shared().guests.expected().is_empty();
+        let patience = match self.bucket().url().scheme {
+            // What it asked of a disk ended with it.
+            Scheme::File => Patience::None,
+            _ => Patience::Unknown,
+        };
         let (mut start, end) = keys.family(Tag::Intent);
         loop {
             let (from, to) = (start.clone(), end.clone());
@@ -61,15 +66,15 @@ impl Mover {
             for (key, value) in found {
                 let settle = async {
                     let ino = InodeId(keys.number_in(&key)?);
-                    if has_guests && Intent::decode(value)?.copies.is_none() {
-                        let patience = (None, Patience::Unknown);
-                        return self
-                            .settle_intent_of(ino, false, patience)
-                            .await
-                            .map(|settled| settled.is_over());
+                    if Intent::decode(value)?.copies.is_some() {
+                        return self.settle_intent(ino).await;
                     }
-                    self.end_uploads(ino).await?;
-                    self.settle_intent(ino).await
+                    let patience = match has_guests {
+                        true => Patience::Unknown,
+                        false => self.end_uploads(ino).await.map(|()| patience)?,
+                    };
+                    let settled = self.settle_intent_of(ino, false, (None, patience)).await?;
+                    Ok(settled.is_over())
                 };
                 pass_over(settle.await)?;
             }

@@ -15,6 +15,8 @@ pub(super) struct Content {
     pub(super) mtime: Option<Timestamp>,
     /// The file whose bytes the layout shares.
     pub(super) lender: Option<InodeId>,
+    /// Whether what was asked of the store to bring to the file's own path may still come.
+    pub(super) awaits: bool,
 }
 
 /// As [`super::Tree::commit_layout`].
@@ -60,7 +62,7 @@ pub(super) fn commit_layout(
         let is_there = layout.blobs().any(|blob| blob.key == intent.key);
         // What was asked of the store may be there all the same, or be on its way: the intent tells then that it is older. Who
         // brings bytes elsewhere has asked for nothing since he settled it.
-        let is_asked = content.mtime.is_some() && intent.announced().is_some();
+        let is_asked = (content.mtime.is_some() || content.awaits) && intent.announced().is_some();
         if is_there || !is_asked {
             change.end_intent(ino, intent)?;
         }

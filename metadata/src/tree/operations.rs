@@ -374,7 +374,7 @@ impl Tree for LocalTree {
         mtime: Timestamp,
     ) -> Result<Attributes> {
         self.check_writable()?;
-        self.commit(ino, Content { expected, layout, mtime: Some(mtime), lender: None }).await
+        self.commit(ino, Content { expected, layout, mtime: Some(mtime), lender: None, awaits: false }).await
     }
 
     async fn commit_shared(
@@ -386,7 +386,7 @@ impl Tree for LocalTree {
         lender: InodeId,
     ) -> Result<Attributes> {
         self.check_writable()?;
-        self.commit(ino, Content { expected, layout, mtime: Some(mtime), lender: Some(lender) }).await
+        self.commit(ino, Content { expected, layout, mtime: Some(mtime), lender: Some(lender), awaits: false }).await
     }
 
     async fn clone_tree(
@@ -401,7 +401,8 @@ impl Tree for LocalTree {
     }
 
     async fn relocate(&self, ino: InodeId, expected: u64, layout: FileLayout) -> Result<()> {
-        self.commit(ino, Content { expected, layout, mtime: None, lender: None }).await.map(|_| ())
+        let awaits = self.is_in_doubt(ino).await?;
+        self.commit(ino, Content { expected, layout, mtime: None, lender: None, awaits }).await.map(|_| ())
     }
 
     async fn sync(&self) -> Result<()> {

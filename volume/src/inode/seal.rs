@@ -47,11 +47,7 @@ impl OpenInode {
 
     /// Puts all bytes of a small file into a segment. The caller has the turn.
     async fn pack_together(&self) -> Result<bool> {
-        // An upload to its own path that was not answered may have come, or would take the place of the segment.
-        if self.store.tree.is_in_doubt(self.ino).await? {
-            let message = "an upload to its path was not answered and may still come";
-            return Err(Error::new(ErrorKind::Unavailable, message));
-        }
+        // An upload to its own path that was not answered may have come. If it still may, it is known by its intent then.
         self.store.tree.settle(self.ino).await?;
         self.take_over().await?;
         let (layout, generation) = self.look(|content| (content.layout().clone(), content.generation()));

@@ -14,16 +14,6 @@ use crate::packed::{Policy, export, policy};
 use crate::staging::WritebackSettings;
 use crate::{Access, File, Volume};
 
-async fn until(what: &str, mut happened: impl AsyncFnMut() -> bool) {
-    for _ in 0..2000 {
-        if happened().await {
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-    panic!("not within 10 s: {what}");
-}
-
 /// The store is away from the first fault on.
 async fn goes_away_after_one(faults: &Faults) {
     while faults.injected() == 0 {
@@ -329,9 +319,9 @@ fn a_path_where_a_file_was_refused_is_free_again() {
     });
 }
 
-/// A file whose seal was not answered went into a segment, and what came of the seal then was an object of nobody.
+/// A file whose seal was not answered waited five minutes for its segment. It is known what the seal brings, if it still comes.
 #[test]
-fn a_file_whose_seal_may_still_come_is_not_packed() {
+fn a_file_whose_seal_may_still_come_is_packed() {
     run(async {
         let faults = Faults::new();
         let bucket = Bucket::in_memory().with_deadline_ms(100).with_faults(&faults);
@@ -358,15 +348,10 @@ fn a_file_whose_seal_may_still_come_is_not_packed() {
         })
         .await;
         faults.clear();
-        let before = fixture.bucket.counters();
-        for _ in 0..60 {
-            fixture.clock.advance(Duration::from_secs(1));
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-        let asked = fixture.bucket.counters().since(&before);
-        assert_eq!(asked.of(OperationKind::Put).requests, 0, "{asked:?}");
         in_time(&fixture, "it is packed", async || layout_of(&volume, &file).await.is_packed()).await;
-        assert!(!tree.is_in_doubt(file.ino()).await.expect("known"));
+        assert!(tree.is_in_doubt(file.ino()).await.expect("known"), "it may still come");
+        let is_over = async || !tree.is_in_doubt(file.ino()).await.expect("known");
+        in_time(&fixture, "nothing comes any more", is_over).await;
         let file = open(&volume, "f", READ).await;
         assert_eq!(file.read(0, 100).await.expect("read"), "hEllo");
         file.release().await.expect("release");

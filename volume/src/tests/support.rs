@@ -196,6 +196,17 @@ impl Fixture {
     }
 }
 
+/// Waits for what happens soon.
+pub(crate) async fn until(what: &str, mut happened: impl AsyncFnMut() -> bool) {
+    for _ in 0..2000 {
+        if happened().await {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    panic!("not within 10 s: {what}");
+}
+
 /// Makes `name` in the root and opens it.
 pub(crate) async fn create(volume: &Arc<Volume>, name: &str) -> Arc<File> {
     let new = NewInode {

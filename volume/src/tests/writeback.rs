@@ -18,7 +18,8 @@ use forebay_io::object::{Bucket, Counters, FaultMode, Faults, OperationKind};
 use forebay_metadata::tree::resolve;
 
 use super::REFUSES_SYNC;
-use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
+use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run, until};
+use crate::packed::{Policy, policy};
 use crate::settings::VolumeSettings;
 use crate::staging::{Staged, WritebackSettings};
 use crate::upkeep::{Report, Request, upkeep};
@@ -268,6 +269,43 @@ fn the_next_mount_brings_in_what_one_left() {
         assert!(object(&fixture.bucket, "f7").await == pattern(7, 0..300 * KIB));
         assert_eq!(object(&fixture.bucket, "empty").await, "");
         volume.close().await.expect("close");
+    });
+}
+
+/// What a mount had asked of the store when it died may still come to pass, for five minutes: what was staged is uploaded meanwhile,
+/// to its path or into a segment.
+#[test]
+fn the_next_mount_waits_for_no_answer_that_the_one_before_did_not_get() {
+    run(async {
+        for next in [None, Some(Policy::Packed)] {
+            println!("{next:?}");
+            let faults = Faults::new();
+            let bucket = Bucket::in_memory().with_deadline_ms(50).with_faults(&faults);
+            let fixture = Fixture::new(bucket).writing_back(AT_ONCE);
+            let volume = fixture.open().await;
+            for nth in 1..200 {
+                faults.script(OperationKind::Put, nth, FaultMode::Before);
+            }
+            write(&volume, "f", Bytes::from_static(b"staged")).await;
+            let (ino, tree) = (resolve(&**volume.tree(), "f").await.expect("found").ino, volume.tree());
+            until("it is in doubt", async || tree.is_in_doubt(ino).await.expect("known")).await;
+            volume.close().await.expect("close");
+            faults.clear();
+            let volume = fixture.open().await;
+            let file = open(&volume, "f", READ).await;
+            assert!(volume.tree().is_in_doubt(file.ino()).await.expect("known"), "it may still come");
+            file.release().await.expect("release");
+            if next.is_some() {
+                policy(&volume, "", next).await.expect("set");
+            }
+            drain(&volume).await;
+            assert_eq!(volume.staged().files, 0);
+            assert_eq!(read(&volume, "f").await, "staged");
+            if next.is_none() {
+                assert_eq!(object(&fixture.bucket, "f").await, "staged");
+            }
+            volume.close().await.expect("close");
+        }
     });
 }
 

@@ -105,6 +105,104 @@ async fn a_write_that_comes_after_its_file_was_removed_goes() {
     }
 }
 
+/// A mount asked for a write and died, and the store went through with it when the next one had newer content elsewhere: that had been
+/// synced, and went.
+#[tokio::test]
+async fn what_comes_after_the_death_of_who_asked_for_it_does_not_replace_newer_content() {
+    for replaces in [false, true] {
+        for (written_before, seals, is_packed) in
+            [(true, false, false), (false, false, false), (false, true, false), (false, true, true)]
+        {
+            println!("replaces {replaces}, written before {written_before}, seals {seals}, packed {is_packed}");
+            let world = World::memory().await;
+            let mut tree = world.open().await;
+            let file = match replaces {
+                true => {
+                    world.write_path(&tree, "a", "old").await.expect("written");
+                    resolve(&tree, "a").await.expect("found").ino
+                }
+                false => make_owned(&world, &tree, "a", "old", 1).await,
+            };
+            let commit = async |tree: &LocalTree, text: &'static str| {
+                let put = world.bucket().put(&tree.fresh_blob(), text.into(), Condition::IfAbsent).await;
+                let (_, generation) = tree.layout(file).await.expect("a layout");
+                let layout = FileLayout::of_blob(put.expect("put").blob());
+                tree.commit_layout(file, generation, layout, world.clock.wall()).await.expect("committed");
+            };
+            let asked = tree.place(file, seals).await.expect("placed");
+            if written_before {
+                tree.doubt(file).await.expect("noted");
+                commit(&tree, "newer").await;
+            }
+            tree.sync().await.expect("synced");
+            world.crash(tree, true).await;
+            tree = world.open().await;
+            tree.drain().await.expect("drained");
+            if is_packed {
+                let (_, generation) = tree.layout(file).await.expect("a layout");
+                let blob = world.bucket().put(&tree.fresh_blob(), "old".into(), Condition::IfAbsent).await;
+                let layout = FileLayout::of_blob(blob.expect("put").blob());
+                tree.relocate(file, generation, layout).await.expect("relocated");
+            }
+            if !written_before {
+                commit(&tree, "newer").await;
+            }
+            tree.sync().await.expect("synced");
+            world.put_at(&asked, b"older").await.expect("nothing else is there");
+            world.pass_ttl();
+            assert_eq!(paths(&tree).await, ["a"]);
+            let found = resolve(&tree, "a").await.expect("found").ino;
+            assert_eq!((found, world.read(&tree, found).await.expect("bytes")), (file, b"newer".to_vec()));
+            check(&world, &tree, &[("a", "newer")]).await;
+        }
+    }
+}
+
+/// So did the seal of a file that went into a segment meanwhile: what it brought was an object of nobody.
+#[tokio::test]
+async fn a_seal_that_comes_after_the_death_of_who_asked_for_it_is_the_files() {
+    for (replaces, is_packed) in [(false, false), (true, false), (false, true), (true, true)] {
+        println!("replaces {replaces}, packed {is_packed}");
+        let world = World::memory().await;
+        let tree = world.open().await;
+        let file = match replaces {
+            true => {
+                world.write_path(&tree, "a", "before").await.expect("written");
+                resolve(&tree, "a").await.expect("found").ino
+            }
+            false => make_owned(&world, &tree, "a", "whole", 1).await,
+        };
+        let put = async |tree: &LocalTree| {
+            let put = world.bucket().put(&tree.fresh_blob(), "whole".into(), Condition::IfAbsent).await;
+            (FileLayout::of_blob(put.expect("put").blob()), tree.layout(file).await.expect("a layout").1)
+        };
+        if replaces {
+            let (layout, generation) = put(&tree).await;
+            tree.commit_layout(file, generation, layout, time(1)).await.expect("committed");
+        }
+        let asked = tree.place(file, true).await.expect("placed");
+        tree.sync().await.expect("synced");
+        world.crash(tree, true).await;
+        let tree = world.open().await;
+        tree.drain().await.expect("drained");
+        if is_packed {
+            let (layout, generation) = put(&tree).await;
+            tree.relocate(file, generation, layout).await.expect("relocated");
+        }
+        let known = resolve(&tree, "a").await.expect("found");
+        world.put_at(&asked, b"whole").await.expect("nothing else is there");
+        for _ in 0..2 {
+            world.pass_ttl();
+            assert_eq!(paths(&tree).await, ["a"]);
+            let found = resolve(&tree, "a").await.expect("found");
+            assert_eq!((found.ino, found.generation, found.mtime), (file, known.generation, known.mtime));
+            assert_eq!(world.read(&tree, file).await.expect("bytes"), b"whole");
+            tree.drain().await.expect("drained");
+        }
+        check(&world, &tree, &[("a", "whole")]).await;
+    }
+}
+
 /// It took more than five minutes until the store did not answer; what it does then may still come as long as of any other.
 #[tokio::test]
 async fn a_long_write_that_was_not_answered_may_still_come() {
