@@ -386,7 +386,11 @@ impl Tree for LocalTree {
         lender: InodeId,
     ) -> Result<Attributes> {
         self.check_writable()?;
-        self.commit(ino, Content { expected, layout, mtime: Some(mtime), lender: Some(lender), awaits: false }).await
+        self.commit(
+            ino,
+            Content { expected, layout, mtime: Some(mtime), lender: Some(lender), awaits: false },
+        )
+        .await
     }
 
     async fn clone_tree(

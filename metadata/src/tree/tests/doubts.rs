@@ -113,7 +113,9 @@ async fn what_comes_after_the_death_of_who_asked_for_it_does_not_replace_newer_c
         for (written_before, seals, is_packed) in
             [(true, false, false), (false, false, false), (false, true, false), (false, true, true)]
         {
-            println!("replaces {replaces}, written before {written_before}, seals {seals}, packed {is_packed}");
+            println!(
+                "replaces {replaces}, written before {written_before}, seals {seals}, packed {is_packed}"
+            );
             let world = World::memory().await;
             let mut tree = world.open().await;
             let file = match replaces {
