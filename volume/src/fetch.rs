@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use forebay_cache::Blocks;
-use forebay_core::{Blob, BlockKey, ErrorKind, FileLayout, Piece, Result, Source, VolumeBlob, VolumeId};
+use forebay_core::{
+    BLOCK_SIZE, Blob, BlockKey, ErrorKind, FileLayout, Piece, Result, Source, VolumeBlob, VolumeId,
+};
 use futures::stream::{self, StreamExt, TryStreamExt};
 
 use crate::staging::Staging;
@@ -98,6 +100,23 @@ impl Fetch {
                 Step::Block(key, _) if keys.last() != Some(&key) => keys.push(key),
                 _ => {}
             }
+        }
+        keys
+    }
+
+    /// The same, each with where in the file it ends, by whole blocks of that.
+    pub(crate) fn keys_with_ends(&self, layout: &FileLayout, range: Range<u64>) -> Vec<(BlockKey, u64)> {
+        let mut keys: Vec<(BlockKey, u64)> = Vec::new();
+        let mut start = range.start;
+        while start < range.end {
+            let end = (start + 1).next_multiple_of(BLOCK_SIZE).min(range.end);
+            for key in self.keys(layout, start..end) {
+                match keys.last_mut() {
+                    Some(last) if last.0 == key => last.1 = end,
+                    _ => keys.push((key, end)),
+                }
+            }
+            start = end;
         }
         keys
     }

@@ -1,9 +1,8 @@
 //! A handle on an open file.
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use bytes::Bytes;
 use forebay_core::{BlockKey, Error, ErrorKind, InodeId, Result, Timestamp};
@@ -123,21 +122,26 @@ impl File {
     /// Brings in what the read pattern calls for, in the background; returns the blocks that this read is the last of.
     fn look_around(&self, offset: u64, length: u64) -> Vec<BlockKey> {
         let fetch = &self.inode.store().fetch;
-        let (ahead, passed) = self.inode.look(|content| {
+        let (ahead, passed, place) = self.inode.look(|content| {
             let size = content.size();
             let end = offset.saturating_add(length).min(size);
             let mut prefetch = self.prefetch.lock();
             let ahead = prefetch.observe(offset.min(end)..end, size);
-            let passed = prefetch.passed(size);
+            let (passed, place) = (prefetch.passed(size), prefetch.place());
             drop(prefetch);
-            let keys = |range: Range<u64>| match range.is_empty() || !content.readable() {
-                true => Vec::new(),
-                false => fetch.keys(content.layout(), range),
-            };
-            (keys(ahead), keys(passed))
+            match content.readable() {
+                true => (
+                    fetch.keys_with_ends(content.layout(), ahead),
+                    fetch.keys(content.layout(), passed),
+                    place,
+                ),
+                false => (Vec::new(), Vec::new(), place),
+            }
         });
-        for key in ahead {
-            self.volume.fill_ahead(key);
+        for (key, end) in ahead {
+            let place = place.clone();
+            // A reader that is quicker has read it by itself, and what is brought in then is dropped unread.
+            self.volume.fill_ahead(key, move || place.load(Relaxed) < end);
         }
         passed
     }

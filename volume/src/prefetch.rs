@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 
 use forebay_core::BLOCK_SIZE;
 use forebay_core::units::MIB;
@@ -89,16 +89,21 @@ pub(crate) struct Prefetch {
     reached: u64,
     /// End of what was already asked for.
     requested: u64,
-    /// Start of what was read and is not yet told by [`Self::passed`].
-    untold: u64,
+    /// Start of what was read and is not yet told by [`Self::passed`], for those as well who bring in what is ahead of it.
+    untold: Arc<AtomicU64>,
 }
 
 impl Prefetch {
     /// A file that nobody has read yet.
     pub(crate) fn new(settings: &PrefetchSettings, readers: &Arc<Readers>) -> Self {
-        let [window, reached, requested, untold] = [0; 4];
+        let [window, reached, requested] = [0; 3];
         let (readers, max_window) = (readers.clone(), settings.max_window_bytes);
-        Self { readers, reader: None, max_window, window, reached, requested, untold }
+        Self { readers, reader: None, max_window, window, reached, requested, untold: Arc::default() }
+    }
+
+    /// Up to where the run has come, by whole blocks: what it has passed is not to be brought in for it any more.
+    pub(crate) fn place(&self) -> Arc<AtomicU64> {
+        self.untold.clone()
     }
 
     /// Takes a read and answers what to bring in behind it, often nothing. Ranges never pass `size` and never repeat
@@ -108,7 +113,7 @@ impl Prefetch {
         if !near || self.max_window == 0 {
             (self.window, self.reached, self.requested) = (0, read.end, read.end);
             self.reader = None;
-            self.untold = read.start.next_multiple_of(BLOCK_SIZE);
+            self.untold.store(read.start.next_multiple_of(BLOCK_SIZE), Relaxed);
             return read.end..read.end;
         }
         self.reached = self.reached.max(read.end);
@@ -129,9 +134,7 @@ impl Prefetch {
     /// last block's.
     pub(crate) fn passed(&mut self, size: u64) -> Range<u64> {
         let end = if self.reached >= size { size } else { self.reached / BLOCK_SIZE * BLOCK_SIZE };
-        let start = self.untold.min(end);
-        self.untold = self.untold.max(end);
-        start..end
+        self.untold.fetch_max(end, Relaxed).min(end)..end
     }
 }
 

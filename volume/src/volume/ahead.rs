@@ -17,13 +17,16 @@ pub(super) const FILLS_AT_ONCE: usize = 48;
 pub(super) const WINDOWS_AT_ONCE: usize = 64;
 
 impl Volume {
-    /// Brings a block in without waiting for it; dropped when enough of them are under way.
-    pub(crate) fn fill_ahead(&self, key: BlockKey) {
+    /// Brings a block in without waiting for it, unless it is not `wanted` any more when its turn comes; dropped when enough of them
+    /// are under way.
+    pub(crate) fn fill_ahead(&self, key: BlockKey, wanted: impl FnOnce() -> bool + Send + 'static) {
         let Ok(permit) = self.fills.clone().try_acquire_owned() else { return };
         let blocks = self.store.fetch.blocks.clone();
         self.tasks.spawn("fill-ahead", async move {
             // The reader that comes to this block asks again and gets the error.
-            if let Err(error) = blocks.fetch_ahead(&key).await {
+            if wanted()
+                && let Err(error) = blocks.fetch_ahead(&key).await
+            {
                 tracing::debug!(%error, "could not read ahead");
             }
             drop(permit);
