@@ -3,9 +3,10 @@
 //! A layout maps file offsets to bytes of blobs, inline bytes, or zeros. Everything that changes which bytes a
 //! file has is an edit of this list; everything that reads a file cuts it into pieces.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use serde::{Deserialize, Serialize};
 
 use crate::{Blob, Error, Result};
@@ -199,23 +200,91 @@ impl FileLayout {
             // An empty object has no bytes by which it could be found.
             return now.clone();
         }
-        let mut moved = self.clone();
+        if base == now {
+            return self.clone();
+        }
+        let held = Places::of(base);
+        let mut moved = Self { size: self.size, extents: Vec::with_capacity(self.extents.len()) };
         for extent in &self.extents {
-            let Source::Blob { blob, offset } = &extent.source else { continue };
-            let (start, end) = (*offset, *offset + extent.length);
-            let place = base.extents.iter().find_map(|held| match &held.source {
-                Source::Blob { blob: same, offset } if same == blob && *offset <= start => {
-                    (end <= *offset + held.length).then(|| held.offset + (start - *offset))
-                }
-                _ => None,
-            });
-            let Some(range) = place.map(|at| at..at + extent.length) else { continue };
+            let place = held.place_of(extent).filter(|range| range.end <= now.size);
             // What `now` has not whole stays: a byte is never taken for a hole.
-            if range.end <= now.size && now.pieces(range.clone()).iter().all(|piece| piece.source.is_some()) {
-                moved.copy(now, range, extent.offset);
+            let pieces = place.clone().map(|range| now.pieces(range)).unwrap_or_default();
+            match pieces.iter().all(|piece| piece.source.is_some()) {
+                true if !pieces.is_empty() => {
+                    let from = place.map_or(0, |range| range.start);
+                    for Piece { range, source } in pieces {
+                        let length = range.end - range.start;
+                        let offset = range.start - from + extent.offset;
+                        source.into_iter().for_each(|source| moved.push(Extent { offset, length, source }));
+                    }
+                }
+                _ => moved.push(extent.clone()),
             }
         }
         moved
+    }
+
+    /// Puts `extent` behind all that there is.
+    fn push(&mut self, extent: Extent) {
+        match self.extents.last_mut() {
+            Some(last) if last.continues_into(&extent) => last.length += extent.length,
+            _ => self.extents.push(extent),
+        }
+    }
+
+    /// Puts the inline bytes elsewhere, one after another: `place` says where those are, by their offset among them and their
+    /// length, of which each run without a gap is one.
+    pub fn place_inline(&mut self, mut place: impl FnMut(u64, u64) -> Source) {
+        let (mut at, mut run) = (0, None::<Range<u64>>);
+        let mut placed = Self { size: self.size, extents: Vec::with_capacity(self.extents.len()) };
+        let mut end = |placed: &mut Self, run: Option<Range<u64>>| {
+            let Some(Range { start, end }) = run else { return };
+            placed.push(Extent { offset: start, length: end - start, source: place(at, end - start) });
+            at += end - start;
+        };
+        for extent in std::mem::take(&mut self.extents) {
+            match (&extent.source, &mut run) {
+                (Source::Inline(_), Some(run)) if run.end == extent.offset => run.end = extent.end(),
+                (Source::Inline(_), _) => end(&mut placed, run.replace(extent.offset..extent.end())),
+                (Source::Blob { .. }, _) => {
+                    end(&mut placed, run.take());
+                    placed.push(extent);
+                }
+            }
+        }
+        end(&mut placed, run);
+        *self = placed;
+    }
+
+    /// Makes the inline extent at `offset` one with those before it, as long as none of them is longer than what follows it,
+    /// and all of them have at most `most` bytes: of many short ones few are left then, and each byte is copied as often as its
+    /// extent can double. Returns how many there are less.
+    pub fn gather_inline(&mut self, offset: u64, most: u64) -> usize {
+        let last = self.extents.partition_point(|extent| extent.end() <= offset);
+        let Some(Extent { source: Source::Inline(_), .. }) = self.extents.get(last) else { return 0 };
+        let (mut first, mut length) = (last, self.extents[last].length);
+        while let Some(before) = first.checked_sub(1) {
+            let Extent { source: Source::Inline(_), length: of_before, .. } = self.extents[before] else {
+                break;
+            };
+            let is_next = self.extents[before].end() == self.extents[first].offset;
+            if !is_next || of_before > length || of_before + length > most {
+                break;
+            }
+            (first, length) = (before, length + of_before);
+        }
+        if first < last {
+            let mut bytes = BytesMut::with_capacity(length as usize);
+            for extent in &self.extents[first..=last] {
+                if let Source::Inline(part) = &extent.source {
+                    bytes.extend_from_slice(part);
+                }
+            }
+            let offset = self.extents[first].offset;
+            let whole = Extent { offset, length, source: Source::Inline(bytes.freeze()) };
+            self.extents.splice(first..=last, [whole]);
+        }
+        last - first
     }
 
     /// Puts `range` of `from` over what is at `to`, holes included, growing the file if it reaches past the end.
@@ -351,6 +420,52 @@ impl FileLayout {
                 self.extents.remove(right);
             }
         }
+    }
+}
+
+/// Where in a file the bytes of blobs are.
+struct Places<'a>(HashMap<&'a Blob, Vec<Place>>);
+
+/// One run of a blob's bytes.
+struct Place {
+    /// Which of the blob's bytes these are.
+    range: Range<u64>,
+    /// First byte in the file.
+    offset: u64,
+    /// The furthest that one of the runs up to this one reaches, which begin before it.
+    reach: u64,
+}
+
+impl<'a> Places<'a> {
+    fn of(layout: &'a FileLayout) -> Self {
+        let mut places: HashMap<&Blob, Vec<Place>> = HashMap::new();
+        for extent in &layout.extents {
+            if let Source::Blob { blob, offset } = &extent.source {
+                let range = *offset..*offset + extent.length;
+                places.entry(blob).or_default().push(Place { range, offset: extent.offset, reach: 0 });
+            }
+        }
+        for runs in places.values_mut() {
+            runs.sort_by_key(|place| place.range.start);
+            let mut reach = 0;
+            for place in runs {
+                reach = place.range.end.max(reach);
+                place.reach = reach;
+            }
+        }
+        Self(places)
+    }
+
+    /// Where all bytes of `extent` are, one after another.
+    fn place_of(&self, extent: &Extent) -> Option<Range<u64>> {
+        let Source::Blob { blob, offset } = &extent.source else { return None };
+        let (start, end) = (*offset, *offset + extent.length);
+        let runs = self.0.get(blob)?;
+        let before = &runs[..runs.partition_point(|place| place.range.start <= start)];
+        let reaching = before.iter().rev().take_while(|place| place.reach >= end);
+        let place = reaching.into_iter().find(|place| place.range.end >= end)?;
+        let at = place.offset + (start - place.range.start);
+        Some(at..at + extent.length)
     }
 }
 

@@ -1,7 +1,20 @@
 //! What an open file holds right now: the committed layout with uncommitted writes laid over it. No I/O.
 
 use bytes::{Bytes, BytesMut};
+use forebay_core::units::KIB;
 use forebay_core::{Blob, Extent, FileLayout, Source, Timestamp};
+
+/// What the record of a write takes in memory beside its bytes, about.
+const BESIDE: u64 = 192;
+/// Writes of fewer bytes are charged for that as well, and put together with those before them.
+const SMALL: u64 = 4 * KIB;
+/// Bytes up to which they are: a million writes of a few bytes would take a hundred times as much memory.
+const GATHERED: u64 = 64 * KIB;
+
+/// Bytes that a write of `length` takes in memory beside its own.
+pub(crate) fn beside(length: u64) -> u64 {
+    if length < SMALL { BESIDE } else { 0 }
+}
 
 /// The bytes of an open inode as its readers see them.
 #[derive(Debug, Clone)]
@@ -12,7 +25,8 @@ pub(crate) struct Content {
     base: FileLayout,
     /// Generation of the last commit.
     generation: u64,
-    /// Bytes that were written and that no blob holds yet, those that were written over among them.
+    /// Bytes that were written and that no blob holds yet, those that were written over among them, and what they take in memory
+    /// besides: see [`beside`].
     dirty: u64,
     /// Bytes from 0 on that were handed to a running upload: part of the file, but not readable before it completes.
     streamed: u64,
@@ -38,6 +52,9 @@ impl Content {
 
     /// What was committed last now lies where `now` has it; what was written since stays over it.
     pub(crate) fn follow(&mut self, now: FileLayout) {
+        if now == self.base {
+            return;
+        }
         self.layout = match self.modified {
             Some(_) => self.layout.moved_into(&self.base, &now),
             None => now.clone(),
@@ -103,12 +120,17 @@ impl Content {
         self.modified = Some(mtime);
     }
 
-    /// Lays `data` over the file.
-    pub(crate) fn write(&mut self, offset: u64, data: Bytes, now: Timestamp) {
+    /// Lays `data` over the file. Returns what it, and what it was put together with, takes less in memory than was charged for
+    /// them.
+    pub(crate) fn write(&mut self, offset: u64, data: Bytes, now: Timestamp) -> u64 {
         let length = data.len() as u64;
         self.layout.write(Extent { offset, length, source: Source::Inline(data) });
-        self.dirty += length;
+        let is_small = beside(length) > 0;
+        let gathered = if is_small { self.layout.gather_inline(offset, GATHERED) as u64 } else { 0 };
+        let spare = (gathered * BESIDE).min(self.dirty);
+        self.dirty = self.dirty - spare + length + beside(length);
         self.touch(now);
+        spare
     }
 
     /// Sets the size.
@@ -171,30 +193,15 @@ impl Content {
 
     /// The inline bytes now lie in `blob`, in the order of [`Self::pack`].
     pub(crate) fn packed_into(&mut self, blob: &Blob) {
-        self.move_inline(|at, _| Source::Blob { blob: blob.clone(), offset: at });
+        self.layout.place_inline(|at, _| Source::Blob { blob: blob.clone(), offset: at });
         self.dirty = 0;
     }
 
     /// The inline bytes now lie in `packed`, which is what [`Self::pack`] made: what was written over takes no memory any
     /// more.
     pub(crate) fn condense(&mut self, packed: &Bytes) {
-        self.move_inline(|at, length| Source::Inline(packed.slice(at as usize..(at + length) as usize)));
+        self.layout
+            .place_inline(|at, length| Source::Inline(packed.slice(at as usize..(at + length) as usize)));
         self.dirty = packed.len() as u64;
-    }
-
-    /// Puts the inline bytes elsewhere: `place` says where, by their offset among them, and their length.
-    fn move_inline(&mut self, place: impl Fn(u64, u64) -> Source) {
-        let mut at = 0;
-        let inline: Vec<(u64, u64)> = self
-            .layout
-            .extents()
-            .iter()
-            .filter(|extent| matches!(extent.source, Source::Inline(_)))
-            .map(|extent| (extent.offset, extent.length))
-            .collect();
-        for (offset, length) in inline {
-            self.layout.write(Extent { offset, length, source: place(at, length) });
-            at += length;
-        }
     }
 }

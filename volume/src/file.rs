@@ -5,10 +5,11 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use bytes::Bytes;
+use forebay_core::units::KIB;
 use forebay_core::{BlockKey, Error, ErrorKind, InodeId, Result, Timestamp};
 use parking_lot::Mutex;
 
-use crate::content::Content;
+use crate::content::{Content, beside};
 use crate::inode::{OpenInode, Position, Told};
 use crate::prefetch::Prefetch;
 use crate::prefetch::directory::SMALL_FILE;
@@ -65,6 +66,11 @@ struct Writers {
     /// Some write did not say who made it, or too many did.
     is_incomplete: bool,
 }
+
+/// Bytes of which fewer are copied instead of shared, of a part of a file.
+const LEAST_SHARED: u64 = 256 * KIB;
+/// The same for each extent that their new file has already.
+const PER_EXTENT: u64 = 4 * KIB;
 
 impl File {
     pub(crate) fn new(inode: Arc<OpenInode>, volume: Arc<Volume>, access: Access) -> Self {
@@ -171,7 +177,8 @@ impl File {
     /// That of bytes that were lost since the handle was opened, until fsync or close has told it.
     pub async fn write(&self, position: impl Into<Position>, data: Bytes) -> Result<u32> {
         let position = position.into();
-        let permit = self.volume.charge_write(data.len() as u64).await?;
+        let length = data.len() as u64;
+        let permit = self.volume.charge_write(length + beside(length)).await?;
         let written = self.inode.write(&self.told, position, data, permit).await?;
         self.is_unflushed.store(true, SeqCst);
         Ok(written)
@@ -185,6 +192,16 @@ impl File {
     /// Notes that a mapping wrote: the kernel brings its pages through whichever handle it finds.
     pub fn note_page(&self) {
         self.inode.note_page();
+    }
+
+    /// Whether to share `range` of `source` rather than copy it: a file of many short extents costs more at each read and commit
+    /// than its bytes do. A whole file, or what is left of one that is copied in order, is one extent, whatever its size.
+    pub fn pays_to_share(&self, source: &Self, range: &std::ops::Range<u64>, to: u64) -> bool {
+        let of_source = source.inode.look(Content::size);
+        let length = range.end.min(of_source).saturating_sub(range.start);
+        let (size, extents) = self.inode.look(|content| (content.size(), content.layout().extents().len()));
+        let is_rest = range.start == to && size == to && range.start + length == of_source;
+        is_rest || length >= LEAST_SHARED.max(extents as u64 * PER_EXTENT)
     }
 
     /// copy_file_range(2) without moving a byte: `range` of `source` is shared, over what was at `to`. Returns the bytes

@@ -3,13 +3,15 @@
 //! Writers of an inode take turns (`writer`); readers do not wait for them: they cut what they need out of `content`
 //! and fetch it without a lock. Methods that write are not cancel-safe: callers run them in tasks of their own.
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind, FileLayout, InodeId, Result, Timestamp};
+use forebay_core::units::MIB;
+use forebay_core::{Blob, Error, ErrorKind, FileLayout, InodeId, Result, Timestamp};
 use forebay_io::mem::Permit;
 use forebay_metadata::remote::RemoteTree;
 use parking_lot::{Mutex, RwLock};
@@ -101,6 +103,23 @@ impl Writer {
             Position::PieceAt(offset) if offset > size || self.gap(offset, length).is_some() => offset,
             Position::PieceAt(_) | Position::End => size,
         }
+    }
+
+    /// Keeps what charges bytes that were written, but for `spare` bytes.
+    fn charge(&mut self, mut permit: Permit, spare: u64) {
+        permit = match self.permits.pop() {
+            Some(mut last) if last.bytes() < MIB => {
+                last.join(permit);
+                last
+            }
+            Some(last) => {
+                self.permits.push(last);
+                permit
+            }
+            None => permit,
+        };
+        drop(permit.split(spare));
+        self.permits.push(permit);
     }
 
     /// Notes what a piece at `offset`, in a file of `size` before it came, fills and leaves open.
@@ -266,8 +285,8 @@ impl OpenInode {
             self.finish_stream(&mut writer).await?;
         }
         self.is_touched.store(false, SeqCst);
-        self.content.write().write(offset, data, self.store.now());
-        writer.permits.push(permit);
+        let spare = self.content.write().write(offset, data, self.store.now());
+        writer.charge(permit, spare);
         if self.look(Content::dirty) >= self.store.write.buffer_bytes
             && !self.condense(&mut writer)
             && let Err(error) = self.spill(&mut writer, offset + length as u64 >= size).await
@@ -503,7 +522,8 @@ impl OpenInode {
 /// bytes, or an outsider's object. Where nothing of `base` is left the last writer wins; `None` where an outsider took
 /// away what is needed.
 fn rebase(layout: FileLayout, base: &FileLayout, now: &FileLayout, same_bytes: bool) -> Option<FileLayout> {
-    if !layout.blobs().any(|blob| base.blobs().any(|old| old == blob)) {
+    let of_base: HashSet<&Blob> = base.blobs().collect();
+    if !layout.blobs().any(|blob| of_base.contains(blob)) {
         return (!same_bytes).then_some(layout);
     }
     (same_bytes && base != now).then(|| layout.moved_into(base, now))

@@ -203,3 +203,123 @@ fn what_was_sealed_meanwhile_is_taken_from_where_it_lies_now() {
     let expected = |at: u64| if at < 10 { Some((8, at + 3)) } else { Some((2, at - 5)) };
     assert_eq!(cells(&base.moved_into(&base, &half)), (0..20).map(expected).collect::<Vec<_>>());
 }
+
+/// As [`FileLayout::moved_into`] says, one extent after another.
+fn moved_one_by_one(layout: &FileLayout, base: &FileLayout, now: &FileLayout) -> FileLayout {
+    let mut moved = layout.clone();
+    for extent in layout.extents() {
+        let Source::Blob { blob, offset } = &extent.source else { continue };
+        let (start, end) = (*offset, *offset + extent.length);
+        let place = base.extents().iter().find_map(|held| match &held.source {
+            Source::Blob { blob: same, offset } if same == blob && *offset <= start => {
+                (end <= *offset + held.length).then(|| held.offset + (start - *offset))
+            }
+            _ => None,
+        });
+        let Some(range) = place.map(|at| at..at + extent.length) else { continue };
+        if range.end <= now.size() && now.pieces(range.clone()).iter().all(|piece| piece.source.is_some()) {
+            moved.copy(now, range, extent.offset);
+        }
+    }
+    moved
+}
+
+#[test]
+fn layouts_are_moved_as_their_extents_are() {
+    for seed in 0..300 {
+        println!("seed {seed}");
+        let state = &mut { seed };
+        let mut edits = |layout: &mut FileLayout, blobs: std::ops::Range<u64>, count: u64| {
+            for _ in 0..count {
+                let (start, blob_number) =
+                    (next(state, SPACE), blobs.start + next(state, blobs.end - blobs.start));
+                let length = 1 + next(state, SPACE - start);
+                // Each byte of a blob is at one place of the file.
+                let source = match next(state, 5) {
+                    0 => Source::Inline(vec![blob_number as u8; length as usize].into()),
+                    _ => Source::Blob { blob: blob(blob_number), offset: start },
+                };
+                layout.write(Extent { offset: start, length, source });
+            }
+        };
+        let (mut base, mut now) = (FileLayout::empty(), FileLayout::empty());
+        edits(&mut base, 0..3, 6);
+        edits(&mut now, 10..13, 4);
+        let mut edited = base.clone();
+        edits(&mut edited, 0..6, 4);
+        edited.punch(SPACE / 2..SPACE / 2 + 3);
+        let moved = edited.moved_into(&base, &now);
+        assert_eq!(cells(&moved), cells(&moved_one_by_one(&edited, &base, &now)));
+        FileLayout::from_parts(moved.size(), moved.extents().to_vec()).expect("a layout");
+        assert_eq!(edited.moved_into(&base, &base), edited);
+    }
+}
+
+/// A file of many extents held everybody up for a minute at each fsync.
+#[test]
+fn a_layout_of_many_extents_is_moved() {
+    let (mut base, mut now) = (FileLayout::empty(), FileLayout::empty());
+    let large = |number: u64| Blob { size: 1 << 40, ..blob(number) };
+    for number in 0..200_000 {
+        let source = |blob: Blob, at: u64| Source::Blob { blob, offset: at };
+        let (offset, at) = (number * 10, number * 20);
+        base.write(Extent { offset, length: 10, source: source(large(1), at) });
+        now.write(Extent { offset, length: 10, source: source(large(2 + number % 3), at) });
+    }
+    let mut edited = base.clone();
+    edited.write(Extent { offset: 1_000, length: 10, source: Source::Inline(vec![7; 10].into()) });
+    let mut expected = now.clone();
+    expected.write(edited.extents()[100].clone());
+    assert!(edited.moved_into(&base, &now) == expected);
+}
+
+#[test]
+fn inline_bytes_are_placed_by_their_runs() {
+    let inline = |offset: u64, text: &'static str| Extent {
+        offset,
+        length: text.len() as u64,
+        source: Source::Inline(Bytes::from_static(text.as_bytes())),
+    };
+    let mut layout = FileLayout::empty();
+    layout.write(inline(0, "ab"));
+    layout.write(inline(2, "cde"));
+    layout.write(Extent { offset: 5, length: 4, source: Source::Blob { blob: blob(1), offset: 0 } });
+    layout.write(inline(9, "f"));
+    layout.write(inline(20, "gh"));
+    let mut placed = Vec::new();
+    layout.place_inline(|at, length| {
+        placed.push((at, length));
+        Source::Blob { blob: blob(2), offset: at }
+    });
+    assert_eq!(placed, [(0, 5), (5, 1), (6, 2)]);
+    let expected = |at: u64| match at {
+        0..5 => Some((2, at)),
+        5..9 => Some((1, at - 5)),
+        9 => Some((2, 5)),
+        20..22 => Some((2, at - 20 + 6)),
+        _ => None,
+    };
+    assert_eq!(cells(&layout), (0..22).map(expected).collect::<Vec<_>>());
+}
+
+/// Many short writes one after another are a few extents.
+#[test]
+fn short_inline_extents_are_gathered() {
+    let (most, count, length) = (64 << 10, 100_000u64, 3u64);
+    let mut layout = FileLayout::empty();
+    let mut gathered = 0;
+    for number in 0..count {
+        let offset = number * length;
+        let source = Source::Inline(Bytes::from(vec![number as u8; length as usize]));
+        layout.write(Extent { offset, length, source });
+        gathered += layout.gather_inline(offset, most);
+    }
+    assert_eq!(layout.extents().len() + gathered, count as usize, "each is counted once");
+    assert!(layout.extents().len() < 30, "{}", layout.extents().len());
+    assert!(layout.extents().iter().all(|extent| extent.length <= most));
+    let expected: Vec<Cell> = (0..count * length).map(|at| Some((1000, at / length % 256))).collect();
+    assert!(cells(&layout) == expected);
+    layout.punch(5..10);
+    assert_eq!(layout.gather_inline(10, most), 0, "there is a gap before it");
+    assert_eq!(layout.gather_inline(7, most), 0, "and nothing in it");
+}

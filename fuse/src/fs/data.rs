@@ -111,7 +111,7 @@ impl FileSystem {
     }
 
     /// Puts `length` bytes of one file over those of another, by sharing them. Returns how many: fewer at the end of the
-    /// source, none past it. EOPNOTSUPP where they have to be copied, which the kernel then does.
+    /// source, none past it. EOPNOTSUPP where they are to be copied, which the kernel then does.
     pub async fn copy_range(
         &self,
         source: (InodeId, Handle, u64),
@@ -120,6 +120,10 @@ impl FileSystem {
         clears_setid: bool,
     ) -> FsResult<u32> {
         let (from, to) = (self.file(source.0, source.1).await?, self.file(target.0, target.1).await?);
+        let range = source.2..source.2.saturating_add(length);
+        if range.start < from.size() && !to.pays_to_share(&from, &range, target.2) {
+            return Err(Errno(libc::EOPNOTSUPP));
+        }
         if clears_setid {
             self.clear_setid(target.0).await?;
         }

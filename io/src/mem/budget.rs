@@ -236,6 +236,12 @@ impl Permit {
         drop(self.split(self.bytes.saturating_sub(bytes)));
     }
 
+    /// Holds from here on what `other`, of the same budget and class, holds.
+    pub fn join(&mut self, mut other: Self) {
+        debug_assert!(Arc::ptr_eq(&self.inner, &other.inner) && self.class == other.class);
+        self.bytes += std::mem::take(&mut other.bytes);
+    }
+
     /// Takes `bytes` (at most all) out of this permit into one of their own.
     pub fn split(&mut self, bytes: u64) -> Self {
         let bytes = bytes.min(self.bytes);

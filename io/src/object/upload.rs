@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use forebay_core::{Error, ErrorKind, ObjectKey, Result, Version};
 use futures::stream::{FuturesUnordered, StreamExt};
 use object_store::multipart::PartId;
@@ -129,7 +129,32 @@ struct Piece {
     permit: Option<Permit>,
 }
 
+/// Pieces of fewer bytes are put together with those before them.
+const SMALL: usize = 4 << 10;
+/// Bytes up to which they are.
+const GATHERED: usize = 64 << 10;
+
 impl Piece {
+    /// This piece and the `next` one, which are one where that is short.
+    fn with(self, next: Self) -> impl Iterator<Item = Self> {
+        if next.data.len() >= SMALL || self.data.len() + next.data.len() > GATHERED {
+            return [Some(self), Some(next)].into_iter().flatten();
+        }
+        let Self { data, mut permit } = self;
+        // Where somebody else has those bytes, too, they are copied, once.
+        let mut whole = data.try_into_mut().unwrap_or_else(|data| BytesMut::from(&data[..]));
+        whole.extend_from_slice(&next.data);
+        match (&mut permit, next.permit) {
+            (Some(permit), Some(other)) => {
+                permit.join(other);
+                permit.shrink(whole.len() as u64);
+            }
+            (None, other) => permit = other,
+            (Some(_), None) => {}
+        }
+        [Some(Self { data: whole.freeze(), permit }), None].into_iter().flatten()
+    }
+
     /// Takes the first `bytes` off, with their share of the permit.
     fn split_to(&mut self, bytes: usize) -> Self {
         let permit = self.permit.as_mut().map(|permit| permit.split(bytes as u64));
@@ -282,8 +307,13 @@ impl State {
 
     fn push(&mut self, data: Bytes, permit: Option<Permit>) {
         self.pending_bytes += data.len() as u64;
-        if !data.is_empty() {
-            self.pending.push(Piece { data, permit });
+        if data.is_empty() {
+            return;
+        }
+        let piece = Piece { data, permit };
+        match self.pending.pop() {
+            Some(last) => self.pending.extend(last.with(piece)),
+            None => self.pending.push(piece),
         }
     }
 

@@ -1,5 +1,6 @@
 //! Reading and writing records by type.
 
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
@@ -15,13 +16,9 @@ use crate::schema::{
 
 /// The plain objects in a layout that are not the file's own, each once.
 pub(crate) fn borrowed<'a>(layout: &'a FileLayout, home: Option<&Blob>) -> Vec<&'a Blob> {
-    let mut found: Vec<&Blob> = Vec::new();
-    for blob in layout.blobs().filter(|blob| !blob.is_owned() && Some(*blob) != home) {
-        if !found.contains(&blob) {
-            found.push(blob);
-        }
-    }
-    found
+    let mut found: HashSet<&Blob> = HashSet::new();
+    let others = layout.blobs().filter(|blob| !blob.is_owned() && Some(*blob) != home);
+    others.filter(|blob| found.insert(blob)).collect()
 }
 
 /// Typed reads, the same in a transaction and outside.
@@ -105,17 +102,16 @@ pub(crate) trait Records {
     /// The layout with plain objects that were moved away replaced by their owned copies. `home` is the file's own
     /// object, which is none of them.
     fn resolve(&self, layout: FileLayout, home: Option<&Blob>) -> Result<FileLayout> {
-        let mut moved = Vec::new();
+        let mut moved = HashMap::new();
         for blob in borrowed(&layout, home) {
             if let Some(copy) = self.loan(blob)?.and_then(|loan| loan.moved) {
-                moved.push((blob.clone(), copy));
+                moved.insert(blob.clone(), copy);
             }
         }
-        if moved.is_empty() {
-            return Ok(layout);
+        match moved.is_empty() {
+            true => Ok(layout),
+            false => Ok(layout.with_blobs(|blob| moved.get(blob).cloned())),
         }
-        let other = |blob: &Blob| moved.iter().find(|(from, _)| from == blob).map(|(_, to)| to.clone());
-        Ok(layout.with_blobs(other))
     }
 
     /// What files other than its own make of a plain object.

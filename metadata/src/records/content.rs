@@ -1,6 +1,6 @@
 //! What a file consists of, and which owned blobs are referred to.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use forebay_core::{Blob, FileLayout, InodeId, ObjectKey, Result, Version};
 
@@ -50,11 +50,12 @@ impl Change<'_, '_> {
         new: (&FileLayout, Option<&Blob>),
     ) -> Result<()> {
         let (old, new) = (borrowed(old.0, old.1), borrowed(new.0, new.1));
-        for blob in new.iter().filter(|blob| !old.contains(blob)) {
+        let (of_old, of_new) = (HashSet::<_>::from_iter(&old), HashSet::<_>::from_iter(&new));
+        for blob in new.iter().filter(|blob| !of_old.contains(blob)) {
             let loan = self.loan(blob)?.unwrap_or(Loan { blob: (*blob).clone(), count: 0, moved: None });
             self.put_loan(&Loan { count: loan.count + 1, ..loan })?;
         }
-        for blob in old.iter().filter(|blob| !new.contains(blob)) {
+        for blob in old.iter().filter(|blob| !of_new.contains(blob)) {
             match self.loan(blob)? {
                 Some(loan) if loan.count > 1 => self.put_loan(&Loan { count: loan.count - 1, ..loan })?,
                 _ => self.delete(self.keys().loan(blob))?,

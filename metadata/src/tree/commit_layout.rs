@@ -1,5 +1,7 @@
 //! Giving a file new content.
 
+use std::collections::HashSet;
+
 use forebay_core::{Attributes, Blob, Error, ErrorKind, FileLayout, InodeId, Result, Timestamp};
 
 use crate::records::{Change, Records, session_of};
@@ -39,7 +41,8 @@ pub(super) fn commit_layout(
     if content.lender.is_some() {
         change.reserve(ino, layout.size())?;
     }
-    let known = |blob: &Blob| old.blobs().chain(&lent).any(|known| known == blob);
+    let known: HashSet<&Blob> = old.blobs().chain(&lent).collect();
+    let known = |blob: &Blob| known.contains(blob);
     if !change.has_segments(&layout, known) {
         return conflict("takes bytes of a segment that was compacted");
     }
@@ -93,7 +96,8 @@ pub(super) fn commit_layout(
 /// Whether a layout that another mount commits has owned blobs that may be gone: of a session that ended, and referred to by
 /// no file.
 fn has_lost(change: &Change<'_, '_>, layout: &FileLayout, is_known: impl Fn(&Blob) -> bool) -> Result<bool> {
-    for blob in layout.blobs().filter(|blob| blob.is_owned() && !is_known(blob)) {
+    let owned: HashSet<&Blob> = layout.blobs().filter(|blob| blob.is_owned()).collect();
+    for blob in owned.into_iter().filter(|blob| !is_known(blob)) {
         let is_referred = change.references(blob.key.as_str())?.is_some_and(|record| record.count > 0);
         if !is_referred && session_of(&blob.key).is_some_and(|session| !change.shared.is_living(session)) {
             return Ok(true);
@@ -113,11 +117,13 @@ fn names_what_may_be_gone(layout: &FileLayout, intent: &Intent) -> bool {
 fn lent(change: &Change<'_, '_>, lender: Option<InodeId>) -> Result<Vec<Blob>> {
     let Some(lender) = lender else { return Ok(Vec::new()) };
     let inode = change.file(lender)?;
+    let layout = change.layout(lender, &inode)?;
+    let blobs: HashSet<&Blob> = layout.blobs().collect();
     let mut lent = Vec::new();
-    for blob in change.layout(lender, &inode)?.blobs().filter(|blob| !blob.is_owned() || blob.is_segment()) {
+    for blob in blobs.into_iter().filter(|blob| !blob.is_owned() || blob.is_segment()) {
         let claim = change.claim(blob.key.as_str())?.map(|claim| claim.state);
         let stays = matches!(claim, None | Some(HolderState::Held(_)));
-        if stays && !lent.contains(blob) {
+        if stays {
             lent.push(blob.clone());
         }
     }

@@ -65,6 +65,31 @@ assert os.stat("holes.clone").st_size == 100 << 30 and os.stat("holes.clone").st
     assert!(moved_bytes(&walk) > before, "only reading moves bytes");
 }
 
+/// So they are by programs that copy by copy_file_range: short files put together are one object, as if they had been written.
+#[test]
+fn short_files_are_put_together_by_cat() {
+    if !require_fuse("short_files_are_put_together_by_cat") {
+        return;
+    }
+    let walk = Walk::new();
+    walk.python(
+        r#"
+import random, subprocess
+random.seed(7)
+os.mkdir("parts")
+parts = [random.randbytes(random.randrange(1, 3000)) for _ in range(600)]
+for number, part in enumerate(parts):
+    put(f"parts/{number:03}", part)
+subprocess.run("cat parts/* > whole", shell=True, check=True)
+assert get("whole") == b"".join(parts)
+os.fsync(os.open("whole", os.O_RDONLY))
+"#,
+    );
+    let whole = std::fs::metadata(walk.scratch.join("bucket/whole")).expect("an object at its path");
+    let shown = std::fs::metadata(walk.mount.path().join("whole")).expect("the file");
+    assert_eq!(whole.len(), shown.len());
+}
+
 /// Promise S33: Files that share bytes are independent: writing, truncating, renaming or removing one changes no other,
 /// also over a crash.
 #[test]

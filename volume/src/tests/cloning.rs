@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use forebay_core::units::KIB;
+use forebay_core::units::{KIB, MIB};
 use forebay_core::{ErrorKind, FileKind, InodeId};
 use forebay_io::object::Bucket;
 use forebay_metadata::tree::{Existing, NewInode, resolve};
 use tokio_util::sync::CancellationToken;
 
-use super::support::{Fixture, READ_WRITE, pattern, run};
+use super::support::{Fixture, READ_WRITE, create, pattern, run};
 use crate::clone::clone;
 use crate::staging::{Staged, WritebackSettings};
 use crate::warmup::Progress;
@@ -105,6 +105,39 @@ fn staged_bytes_are_cloned_in_steps() {
             file.release().await.expect("release");
         }
         is_clean(&volume).await;
+        volume.close().await.expect("close");
+    });
+}
+
+/// Many short files that were put together, as `cat` does it by copy_file_range, were as many extents: a minute for a thousand.
+#[test]
+fn what_is_short_is_copied_rather_than_shared() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        let (source, target) = (create(&volume, "source").await, create(&volume, "target").await);
+        source.write(0, pattern(1, 0..8 * MIB)).await.expect("write");
+        source.fsync().await.expect("fsync");
+        let (all, rest) = (0..u64::MAX, 8 * MIB - 1000..u64::MAX);
+        assert!(target.pays_to_share(&source, &all, 0) && target.pays_to_share(&source, &(0..256 * KIB), 7));
+        assert!(!target.pays_to_share(&source, &rest, 0), "a short part");
+        let short = create(&volume, "short").await;
+        short.write(0, pattern(3, 0..1000)).await.expect("write");
+        assert!(target.pays_to_share(&short, &all, 0), "a whole file into a new one is one extent");
+        assert!(!target.pays_to_share(&short, &all, 5), "a short file into another");
+        target.write(0, pattern(1, 0..8 * MIB - 1000)).await.expect("write");
+        assert!(
+            target.pays_to_share(&source, &rest, rest.start),
+            "the end of a file that is copied in order"
+        );
+        short.release().await.expect("release");
+        for at in 0..500 {
+            target.write(at * 100, pattern(2, 0..50)).await.expect("write");
+        }
+        assert!(!target.pays_to_share(&source, &(0..MIB), MIB), "one that has many extents already");
+        assert!(target.pays_to_share(&source, &all, MIB));
+        source.release().await.expect("release");
+        target.release().await.expect("release");
         volume.close().await.expect("close");
     });
 }

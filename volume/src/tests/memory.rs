@@ -7,7 +7,7 @@ use forebay_io::mem::{Budget, Class};
 use forebay_io::object::{Bucket, Faults, OperationKind};
 use futures::FutureExt;
 
-use super::support::{Fixture, create, object, pattern, run};
+use super::support::{Fixture, READ, create, object, open, pattern, run};
 use crate::inode::Position;
 
 /// Room for 12 MiB that are being written, and files that keep 8 MiB of them in memory.
@@ -147,6 +147,62 @@ fn a_writer_without_room_does_not_wait_for_a_file_that_is_being_committed() {
         for file in &files {
             file.release().await.expect("release");
         }
+        volume.close().await.expect("close");
+    });
+}
+
+/// A program that wrote a few bytes at a time took a hundred times as much memory as it was charged for.
+#[test]
+fn short_writes_are_charged_for_what_they_take() {
+    run(async {
+        let mut fixture = Fixture::new(Bucket::in_memory());
+        fixture.write.buffer_bytes = 32 * MIB;
+        let volume = fixture.open().await;
+        let (one_after_another, apart) = (create(&volume, "a").await, create(&volume, "b").await);
+        let content = pattern(3, 0..200_000);
+        for at in 0..200_000usize {
+            one_after_another.write(Position::End, content.slice(at..at + 1)).await.expect("write");
+        }
+        let charged = fixture.budget.used(Class::Write);
+        assert!((200_000..210_000).contains(&charged), "{charged} bytes: they are a few extents");
+        for at in 0..2000 {
+            apart.write(at * 64, pattern(4, at * 64..at * 64 + 16)).await.expect("write");
+        }
+        let charged = fixture.budget.used(Class::Write) - charged;
+        assert_eq!(charged, 2000 * (16 + 192), "each is an extent");
+        for file in [&one_after_another, &apart] {
+            file.fsync().await.expect("fsync");
+            file.release().await.expect("release");
+        }
+        assert_eq!(fixture.budget.used(Class::Write), 0);
+        assert!(object(&fixture.bucket, "a").await == content);
+        let file = open(&volume, "b", READ).await;
+        for at in [0, 64, 1999 * 64] {
+            assert!(file.read(at, 16).await.expect("read") == pattern(4, at..at + 16));
+        }
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+    });
+}
+
+/// So did one whose file is an upload already: each write was a piece of it.
+#[test]
+fn short_writes_to_a_running_upload_are_put_together() {
+    run(async {
+        let fixture = Fixture::new(Bucket::in_memory());
+        let volume = fixture.open().await;
+        let file = create(&volume, "a").await;
+        file.write(0, pattern(3, 0..3 * MIB)).await.expect("write");
+        let before = fixture.budget.used(Class::Write);
+        let content = pattern(5, 0..100_000);
+        for at in 0..50_000usize {
+            file.write(Position::End, content.slice(2 * at..2 * at + 2)).await.expect("write");
+        }
+        let charged = fixture.budget.used(Class::Write) - before;
+        assert!((100_000..110_000).contains(&charged), "{charged} bytes");
+        file.release().await.expect("release");
+        let whole = object(&fixture.bucket, "a").await;
+        assert!(whole[..3 << 20] == pattern(3, 0..3 * MIB) && whole[3 << 20..] == content);
         volume.close().await.expect("close");
     });
 }
