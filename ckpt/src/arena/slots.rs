@@ -259,6 +259,14 @@ impl Slot {
         self.memory.is_leased(slot_range(&self.memory, self.index)).unwrap_or(false)
     }
 
+    /// Lets go of a slot that is not written any more, and gives its memory back, whoever else has it mapped: an agent has, until
+    /// it is told of the next one. What an agent reads stays until all have let go of it.
+    pub fn leave(mut self) {
+        if !self.is_being_read() {
+            self.give_up();
+        }
+    }
+
     /// Gives the memory back. The caller has let go of what it held.
     fn give_up(&mut self) {
         self.pinned = None;

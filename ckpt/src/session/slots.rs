@@ -114,7 +114,11 @@ impl Session {
             Some(arena) => arena.give_back(slot),
             None => Some(slot),
         };
-        self.former.extend(foreign.filter(|slot| slot.held().is_some()));
+        match foreign {
+            Some(slot) if slot.held().is_some() => self.former.push(slot),
+            Some(slot) => slot.leave(),
+            None => {}
+        }
     }
 
     /// Lets go of former arenas, but for the step that is kept.
@@ -122,6 +126,9 @@ impl Session {
         let is_kept = |slot: &Slot| slot.held().map(Held::name) == self.kept && self.kept.is_some();
         let (stays, goes): (Vec<_>, Vec<_>) = std::mem::take(&mut self.former).into_iter().partition(is_kept);
         self.former = stays;
-        goes.into_iter().for_each(|mut slot| self.release(&mut slot));
+        for mut slot in goes {
+            self.release(&mut slot);
+            slot.leave();
+        }
     }
 }

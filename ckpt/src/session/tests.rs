@@ -164,6 +164,34 @@ fn slots_are_reused_and_larger_states_get_a_larger_arena() {
     assert_eq!(fixture.load(1, 4), vec![4; 20 << 20]);
 }
 
+/// Where a state had outgrown its memory, the former one stayed taken until a save had succeeded, for which there was no room then: on a
+/// host that has little more than that, none ever did.
+#[test]
+fn former_memory_is_given_back_before_more_is_taken() {
+    for slots in [1, 2] {
+        let mut fixture = Fixture::new();
+        let (mut session, agent) = fixture.session(None);
+        if slots == 1 {
+            session.keep_one_snapshot();
+        }
+        let first = save(&mut session, 1, 20 << 20);
+        assert!(matches!(settle(&mut session, &first), Progress::Durable));
+        let former = session.announced.clone().expect("the agent knows it");
+        let resident = |memory: &SharedMemory| {
+            let file = std::fs::File::from(memory.as_fd().try_clone_to_owned().expect("a descriptor"));
+            std::os::unix::fs::MetadataExt::blocks(&file.metadata().expect("its size")) * 512
+        };
+        assert!(resident(&former) >= 20 << 20);
+        let tensor = TensorSpec::whole("t", Dtype::named("uint8").expect("u8"), vec![40 << 20]);
+        let larger = session.begin(vec![tensor], TextLength::default(), 1, PATIENCE).expect("begin");
+        assert_eq!(resident(&former), 0, "{slots} slots");
+        drop(larger);
+        drop(session);
+        agent.join().expect("agent").expect("served");
+        assert_eq!(fixture.load(1, 1), vec![1; 20 << 20]);
+    }
+}
+
 #[test]
 fn retention_keeps_the_newest_and_what_they_need() {
     let mut fixture = Fixture::new();
