@@ -139,6 +139,8 @@ impl Importer {
             if is_awaited {
                 let inode = change.inode(ino)?;
                 change.begin_with(ino, inode, &object)?;
+                // A listing under way may be of before it came.
+                change.shared.touched.key(object.key.as_str());
             }
             Ok(is_awaited)
         };

@@ -351,3 +351,34 @@ async fn an_object_beside_a_directory_is_replaced() {
         tree.close().await.expect("closed");
     }
 }
+
+/// The first content of a file, which who opened it had found at its path, came after the bucket had been listed: the file was taken for
+/// one whose object is gone, and went with its name.
+#[tokio::test]
+async fn first_content_that_is_found_amid_a_listing_stays() {
+    let world = World::memory().await;
+    world.put("x/f", b"moved").await;
+    let tree = world.open().await;
+    let (file, _) = tree.create(InodeId::ROOT, b"a", new_file(), Existing::Refuse).await.expect("made");
+    paths(&tree).await;
+    rename(&tree, "x", "y", RenameMode::Replace).await.expect("renamed");
+    tree.sync().await.expect("synced");
+    world.crash(tree, true).await;
+    let faults = Faults::new();
+    let tree = world.open_over(Some(world.bucket().with_faults(&faults))).await;
+    tree.mover.as_ref().expect("a mover").walk_subtrees().await.expect("walked");
+    // Below a prefix that is no directory any more it is looked for what nobody claims, once the root is listed.
+    let look = faults.gate(2);
+    let listing = resolve(&tree, "a");
+    let opening = async {
+        look.reached().await;
+        world.put("a", b"first").await;
+        tree.opened(file.ino).await.expect("opened");
+        look.open();
+    };
+    let (found, ()) = tokio::join!(listing, opening);
+    found.expect("it is there");
+    assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "first");
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, ["a", "y/", "y/f"]);
+}
