@@ -142,7 +142,7 @@ pub(super) fn give_up(change: &mut Change<'_, '_>, loss: &Loss) -> Result<Mended
     if is_gone {
         change.delete_claim(loss.blob.key.as_str())?;
     }
-    inode.generation += 1;
+    inode.generation = change.next_generation(&inode);
     inode.ctime = change.now;
     change.put_inode(ino, &inode)?;
     change.settle_home(ino, &inode)?;

@@ -418,7 +418,7 @@ fn seal(change: &mut Change<'_, '_>, ino: InodeId, mut inode: Inode, found: Blob
 }
 
 fn adopt(change: &mut Change<'_, '_>, ino: InodeId, mut inode: Inode, found: &ObjectInfo) -> Result<()> {
-    inode.generation += 1;
+    inode.generation = change.next_generation(&inode);
     inode.mtime = found.modified;
     inode.ctime = change.now;
     change.tell_all_of_inode(ino, true);

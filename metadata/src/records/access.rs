@@ -367,17 +367,23 @@ impl<'a, 't> Change<'a, 't> {
     /// Takes `count` inode numbers in a row that were never used.
     pub(crate) fn take_numbers(&mut self, count: u64) -> Result<u64> {
         let mut counters = self.counters()?;
-        let first = counters.next_ino.max(self.shared.first_ino.load(Ordering::Relaxed));
+        let first = counters.next_ino.max(self.shared.first_number.load(Ordering::Relaxed));
         counters.next_ino = first + count;
         self.put(self.keys().counters(), counters.encode())?;
         Ok(first)
+    }
+
+    /// The generation of a file's next content: one that no content had which was lost with the process that served the tree before,
+    /// and which its guests may know of.
+    pub(crate) fn next_generation(&self, inode: &Inode) -> u64 {
+        (inode.generation + 1).max(self.shared.first_number.load(Ordering::Relaxed))
     }
 
     /// The next inode number for something made in `directory`, from its run. The caller puts the directory.
     pub(crate) fn next_ino(&mut self, directory: &mut Inode) -> Result<InodeId> {
         /// Numbers set aside at once: a page of dentries' worth, and 2^64 of them last for ever.
         const RUN: u64 = 64;
-        let first = self.shared.first_ino.load(Ordering::Relaxed);
+        let first = self.shared.first_number.load(Ordering::Relaxed);
         if directory.run.next >= directory.run.end || directory.run.next < first {
             directory.run.next = self.take_numbers(RUN)?;
             directory.run.end = directory.run.next + RUN;

@@ -164,7 +164,7 @@ impl Change<'_, '_> {
         self.replace_layout((ino, &mut inode), &layout, Some(found.blob()))?;
         inode.drop_set_id();
         self.delete(self.keys().xattr(ino, b"security.capability"))?;
-        inode.generation += 1;
+        inode.generation = self.next_generation(&inode);
         inode.mtime = found.modified;
         inode.ctime = self.now;
         self.put_inode(ino, &inode)?;

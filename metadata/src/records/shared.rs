@@ -36,8 +36,9 @@ pub(crate) struct Shared {
     pub(crate) guests: Guests,
     /// Who is writing to which file's own path, where several mounts may.
     pub(crate) holds: Holds,
-    /// Inode numbers below are given to nobody any more: the server before may have told its guests of some that it lost.
-    pub(crate) first_ino: AtomicU64,
+    /// Inode numbers and generations below are given to nobody any more: the server before may have told its guests of some that it
+    /// lost.
+    pub(crate) first_number: AtomicU64,
     pub(crate) touched: Touched,
     pub(crate) markers: Markers,
     pub(crate) quotas: Quotas,
@@ -76,7 +77,7 @@ impl Shared {
             handed_out_blank: Mutex::default(),
             guests: Guests::default(),
             holds: Holds::default(),
-            first_ino: AtomicU64::new(0),
+            first_number: AtomicU64::new(0),
             touched: Touched::default(),
             markers: Markers::default(),
             quotas: Quotas::default(),

@@ -142,7 +142,7 @@ impl RemoteTree {
         layout: &FileLayout,
     ) -> Result<Option<Attributes>> {
         let (found, generation) = self.layout(ino).await?;
-        match generation == expected + 1 && found == *layout && layout.blobs().next().is_some() {
+        match generation > expected && found == *layout && layout.blobs().next().is_some() {
             true => self.attributes(ino).await.map(Some),
             false => Ok(None),
         }

@@ -81,7 +81,7 @@ pub(super) fn commit_layout(
         give_up(change, (ino, &mut inode), &before, &layout)?;
     }
     if let Some(mtime) = content.mtime {
-        inode.generation += 1;
+        inode.generation = change.next_generation(&inode);
         change.tell_of_inode(ino, true);
         inode.mtime = mtime;
         // The change was made when the content was, not now; utimes may have set an mtime that is still to come.

@@ -37,7 +37,7 @@ use crate::schema::{
 const CLOSE_DRAIN: Duration = Duration::from_secs(5);
 /// How long it then waits for listings and moves under way before it cancels them.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(5);
-/// Inode numbers that are passed over where some may have been given out and lost: more than can be given out in the second or
+/// Inode numbers, and generations, that are passed over where some may have been given out and lost: more than can be given out in the second or
 /// so before what was answered is durable.
 const NUMBERS_LOST: u64 = 1 << 28;
 /// Orphans freed between two looks at the records.
@@ -260,7 +260,7 @@ impl LocalTree {
                 Ok(counters.next_ino)
             };
             let first = self.transact(Durability::Durable, skip).await?;
-            self.shared.first_ino.store(first, Ordering::Relaxed);
+            self.shared.first_number.store(first, Ordering::Relaxed);
         }
         Ok(())
     }

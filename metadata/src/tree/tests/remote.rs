@@ -9,6 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use forebay_core::{ErrorKind, FileKind, FileLayout, InodeId, ObjectKey, Result, VolumeId};
 use forebay_io::net::secure::{Host, Identity, Listen, Transport};
+use forebay_io::object::Condition;
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use futures::FutureExt;
@@ -424,7 +425,8 @@ async fn mounts_go_on_with_who_takes_the_tree_over() {
     let beside = served.tree.place(written, false).await.expect("placed");
     assert!(matches!(beside, Placement::Owned { .. }), "{beside:?}");
     let own = site.world.put_at(&placement, b"after").await.expect("put").blob();
-    guest.commit_layout(written, 1, FileLayout::of_blob(own), time(3)).await.expect("committed");
+    let layout = FileLayout::of_blob(own);
+    let generation = guest.commit_layout(written, 1, layout, time(3)).await.expect("committed").generation;
     assert_eq!(site.world.read(&*served.tree, written).await.expect("whole"), b"after");
     let size = site.world.bucket().put(
         &aside,
@@ -432,12 +434,45 @@ async fn mounts_go_on_with_who_takes_the_tree_over() {
         forebay_io::object::Condition::IfAbsent,
     );
     let aside = size.await.expect("put").blob();
-    guest.commit_layout(written, 2, FileLayout::of_blob(aside), time(4)).await.expect("its session goes on");
+    let layout = FileLayout::of_blob(aside);
+    guest.commit_layout(written, generation, layout, time(4)).await.expect("its session goes on");
     assert_eq!(site.world.read(&*served.tree, written).await.expect("whole"), b"aside");
     for _ in 0..2 {
         guest.closed(written).await.expect("closed");
     }
     guest.close().await.expect("closed");
+    served.end().await;
+}
+
+/// What was lost with who served the tree had the generation of what another mount committed next: who had written it, or had it in
+/// memory, took the one for the other.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_content_has_the_generation_of_one_that_was_lost() {
+    let site = Site::new(Kind::Memory).await;
+    let served = site.serve().await;
+    let (guest, other) = (site.join().await, site.join().await);
+    let file = create(&guest, "a").await;
+    site.world.write(&guest, file, b"synced").await.expect("written");
+    guest.sync().await.expect("synced");
+    let aside = async |text: &'static [u8]| {
+        let fresh = guest.fresh_blob();
+        let put = site.world.bucket().put(&fresh, Bytes::from_static(text), Condition::IfAbsent);
+        FileLayout::of_blob(put.await.expect("put").blob())
+    };
+    let (layout, generation) = (aside(b"lost").await, guest.layout(file).await.expect("known").1);
+    let lost = guest.commit_layout(file, generation, layout, time(3)).await.expect("answered").generation;
+    site.crash(served).await;
+    let served = site.serve().await;
+    assert_eq!(other.layout(file).await.expect("known").1, generation, "it is lost");
+    site.world.write(&other, file, b"others").await.expect("written");
+    for mount in [&guest, &other] {
+        let now = mount.attributes(file).await.expect("known").generation;
+        assert!(now > lost + 1000, "{now} may be taken for {lost}");
+    }
+    let next = aside(b"next").await;
+    assert_eq!(kind_of(guest.commit_layout(file, lost, next, time(4)).await), ErrorKind::Conflict);
+    guest.close().await.expect("closed");
+    other.close().await.expect("closed");
     served.end().await;
 }
 
