@@ -239,11 +239,26 @@ impl Mover {
             self.save_lent(&target.blob()).await?;
         }
         let condition = plan.replaces.clone().map_or(Condition::IfAbsent, Condition::IfVersion);
-        let copied = self.copy_inside(&from, &plan.to, condition).await;
+        let copied = match self.copy_inside(&from, &plan.to, condition).await {
+            Ok(copied) => self.check_copy(plan, &from, copied).await,
+            failed => failed,
+        };
         if copied.as_ref().is_err_and(|error| error.kind() == ErrorKind::Unavailable && !is_withheld(error)) {
             self.doubt(ino, &plan.to, Asked::Unanswered);
         }
         copied.map(Copied::To)
+    }
+
+    /// The copy that the store says it made. Where what was to be replaced lies there still, it did not: taken for the copy,
+    /// that would become the file's content, and the only bytes of the new one would be freed. A copy of the same bytes may
+    /// get the same version, and is told by its token.
+    async fn check_copy(&self, plan: &Plan, from: &Blob, copied: ObjectInfo) -> Result<ObjectInfo> {
+        let is_unchanged = plan.replaces.as_ref() == Some(&copied.version) && copied.version != from.version;
+        if is_unchanged && !self.is_copy(from, &copied).await? {
+            let message = format!("`{}` was to be replaced by a copy, and holds what it did", plan.to);
+            return Err(Error::new(ErrorKind::Unavailable, message));
+        }
+        Ok(copied)
     }
 }
 

@@ -31,25 +31,44 @@ impl HttpConnector for Transport {
     }
 }
 
-/// Gives "later" answers as errors with a type.
+/// A request that has it copies inside S3, which answers 200 before it knows and puts what went wrong into the body.
+const COPY_SOURCE: &str = "x-amz-copy-source";
+
+/// Gives "later" answers as errors with a type, and the errors of copies as such.
 #[derive(Debug)]
 struct Typed(HttpClient);
 
 #[async_trait]
 impl HttpService for Typed {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let is_copy = request.headers().contains_key(COPY_SOURCE);
         let response = self.0.execute(request).await?;
         let status = response.status();
+        let may_be_copied = is_copy && status.is_success();
         // S3 says 400 where it waited for bytes in vain, too.
-        if !status.is_server_error() && !matches!(status.as_u16(), 400 | 408 | 409 | 429) {
+        let may_be_later = status.is_server_error() || matches!(status.as_u16(), 400 | 408 | 409 | 429);
+        if !may_be_later && !may_be_copied {
             return Ok(response);
         }
-        let (head, body) = response.into_parts();
+        let (mut head, body) = response.into_parts();
         let body = body.bytes().await?;
         let (code, message) = read_error(&body);
-        if is_busy(status.as_u16(), &code) {
+        let fault = |code, message| {
             let fault = Fault::Service { status: status.as_u16(), code, message };
-            return Err(HttpError::new(HttpErrorKind::Unknown, fault));
+            HttpError::new(HttpErrorKind::Unknown, fault)
+        };
+        if is_busy(status.as_u16(), &code) {
+            return Err(fault(code, message));
+        }
+        if may_be_copied && code.is_empty() && !names_object(&body) {
+            return Err(fault("NoCopy".to_owned(), "the answer to a copy names none".to_owned()));
+        }
+        if may_be_copied && !code.is_empty() {
+            // object_store looks for two codes in such a body, and takes all others for a success.
+            head.status = match code.as_str() {
+                "PreconditionFailed" => StatusCode::PRECONDITION_FAILED,
+                _ => StatusCode::BAD_REQUEST,
+            };
         }
         Ok(HttpResponse::from_parts(head, HttpResponseBody::from(body)))
     }
@@ -115,6 +134,19 @@ pub(super) fn header(name: &'static str, value: &str) -> Result<(HeaderName, Hea
 struct ErrorAnswer {
     code: String,
     message: String,
+}
+
+#[derive(Debug, Deserialize)]
+struct Named {
+    #[serde(rename = "ETag")]
+    e_tag: String,
+}
+
+/// Whether the answer to a copy says which object it made.
+fn names_object(body: &[u8]) -> bool {
+    let named =
+        std::str::from_utf8(body).ok().map(|text| quick_xml::de::from_str::<Named>(text.trim_start()));
+    named.is_some_and(|named| named.is_ok_and(|named| !named.e_tag.is_empty()))
 }
 
 /// Code and message of an error answer, which all services write alike; both empty when `body` is none.

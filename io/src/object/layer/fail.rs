@@ -30,6 +30,8 @@ pub enum FaultMode {
     DoAndRefuse,
     /// The store carries the request out and says that what it is about is not there: as when a completion is sent twice.
     DoAndMiss,
+    /// The store says that it is done, and nothing was. For requests whose answer says no more than that.
+    Skip,
     /// The store says that this is not allowed.
     Deny,
     /// No reply ever comes: only the caller's patience ends it. The store does nothing.
@@ -189,6 +191,7 @@ impl Service for Failing {
             Some(FaultMode::Before) => Err(Fault::Injected("the store cannot be reached").into()),
             Some(FaultMode::Hang) => std::future::pending().await,
             Some(FaultMode::Refuse) => Err(refused(&request)),
+            Some(FaultMode::Skip) => Ok(Reply::Done),
             Some(FaultMode::Deny) => {
                 let (path, source) = (request.subject(), "a test said so".into());
                 Err(object_store::Error::PermissionDenied { path, source })

@@ -363,6 +363,33 @@ async fn writers_who_tried_before_do_not_wait_for_deletions() {
     world.check_objects(&[("w", "new")]).await;
 }
 
+/// A store said that it had copied newer content over older, and had not: the older object became the file's content, and
+/// the newer one was deleted.
+#[tokio::test]
+async fn a_copy_that_only_seems_to_be_made_is_not_the_content() {
+    let world = World::memory().await;
+    let faults = Faults::new();
+    let tree = world.open_over(Some(world.bucket().with_faults(&faults).with_deadline_ms(30))).await;
+    world.write_path(&tree, "a", "old").await.expect("written");
+    tree.drain().await.expect("drained");
+    let ino = resolve(&tree, "a").await.expect("found").ino;
+    let blob =
+        world.bucket().put(&tree.fresh_blob(), "new".into(), Condition::IfAbsent).await.expect("put").blob();
+    let (_, generation) = tree.layout(ino).await.expect("a layout");
+    let layout = forebay_core::FileLayout::of_blob(blob);
+    tree.commit_layout(ino, generation, layout, world.clock.wall()).await.expect("committed");
+    tree.change(move |change| change.queue_move(ino)).await.expect("queued");
+    faults.script(OperationKind::Copy, 1, FaultMode::Skip);
+    tree.drain().await.expect("drained");
+    assert_eq!(faults.injected(), 1, "the copy was asked for");
+    world.check_objects(&[("*", "new"), ("a", "old")]).await;
+    assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "new");
+    world.clock.advance(LATER);
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("a", "new")]).await;
+    assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "new");
+}
+
 /// Lets the mover work until nothing can be done, then once more. Returns how many copies it asked for then, and asserts
 /// that it rests after that, and that no record is left of what it tried.
 async fn copies_of_a_pass(tree: &LocalTree) -> u64 {
