@@ -171,6 +171,27 @@ async fn a_success_without_a_copy_is_none() {
     }
 }
 
+/// One byte that is not ASCII, in the file name that another tool gave an object, made the whole object unreadable.
+#[tokio::test]
+async fn an_object_whose_headers_are_not_ascii_is_read() {
+    for header in [
+        "Content-Disposition: attachment; filename=\"caf\u{e9}.bin\"",
+        "Content-Type: text/\u{fc}ml\u{e4}ut",
+        "Cache-Control: \u{201e}none\u{201c}",
+        "x-amz-meta-title: \u{65e5}\u{672c}",
+    ] {
+        let headers = format!("{header}\r\nx-amz-meta-forebaywrite: token\r\n");
+        let (bucket, _heads) =
+            told(vec![found(10, &headers, WHOLE), found(10, &headers, ""), found(10, &headers, "")]).await;
+        let (read, info) = bucket.get_whole(&key("a")).await.expect(header);
+        assert_eq!((read.as_ref(), info.version.as_str()), (WHOLE.as_bytes(), "\"v1\""), "{header}");
+        let found = bucket.head(&key("a")).await.expect(header).expect("it is there");
+        assert_eq!(found.size, 10, "{header}");
+        let token = bucket.token_of(&key("a")).await.expect(header);
+        assert_eq!(token.as_deref(), Some("token"), "what else there is stays: {header}");
+    }
+}
+
 /// Only conditional writes and uploads carry the token: what a user wrote plainly stays plain.
 #[tokio::test]
 async fn plain_writes_carry_no_metadata() {

@@ -12,14 +12,15 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::{self, StreamExt};
-use http::HeaderValue;
 use http::header::ACCEPT_ENCODING;
+use http::{HeaderMap, HeaderValue};
 use http_body_util::BodyExt;
 use object_store::client::{
     ClientConfigKey, HttpError, HttpErrorKind, HttpRequest, HttpRequestBody, HttpResponse, HttpResponseBody,
     HttpService,
 };
 use object_store::{ClientOptions, Result};
+use percent_encoding::{CONTROLS, percent_encode};
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 use reqwest::tls::Certificate;
 use reqwest::{ClientBuilder, NoProxy, Proxy, Url};
@@ -146,8 +147,18 @@ impl HttpService for Client {
         *request.headers_mut() = head.headers;
         *request.body_mut() = Some(in_pieces(body));
         let response = self.0.execute(request).await.map_err(failed)?;
-        let (head, body) = http::Response::<reqwest::Body>::from(response).into_parts();
+        let (mut head, body) = http::Response::<reqwest::Body>::from(response).into_parts();
+        make_readable(&mut head.headers);
         Ok(HttpResponse::from_parts(head, HttpResponseBody::new(body.map_err(failed))))
+    }
+}
+
+/// Percent-encodes what is no visible ASCII in the values of headers. object_store wants all to be, and gives up the whole
+/// answer else: an object to which somebody gave a file name with an umlaut could not even be read.
+fn make_readable(headers: &mut HeaderMap) {
+    for value in headers.values_mut().filter(|value| value.to_str().is_err()) {
+        let encoded = percent_encode(value.as_bytes(), CONTROLS).to_string();
+        *value = HeaderValue::from_str(&encoded).expect("only visible ASCII is left");
     }
 }
 
