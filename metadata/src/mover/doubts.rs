@@ -13,9 +13,10 @@ use forebay_core::{InodeId, ObjectKey, Result};
 use parking_lot::Mutex;
 
 use super::Mover;
-use super::run::Tally;
-use crate::records::Records;
-use crate::schema::{Intent, Mark};
+use super::deletions::after;
+use super::run::{PAGE, Tally};
+use crate::records::{Records, readable};
+use crate::schema::{Intent, Mark, Tag};
 
 /// How long a store may go on with a copy or a write that nobody waits for. It had more time than that for the bytes of any
 /// that is large; what is left is one that hung on the way.
@@ -206,6 +207,27 @@ impl Mover {
             self.doubts().add_write(ino, &mark.token, self.shared().now_ms());
         }
         Ok(())
+    }
+
+    /// Notes all copies whose intents stand: after a panic nobody may be at them any more, and what came of them is not known.
+    pub(super) async fn doubt_copies(&self) -> Result<()> {
+        let keys = self.shared().keys;
+        let (mut start, end) = keys.family(Tag::Intent);
+        loop {
+            let (from, to) = (start.clone(), end.clone());
+            let page = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
+            let Some((last, _)) = page.last() else { return Ok(()) };
+            start = after(last);
+            for (key, value) in page {
+                let read = || Ok((InodeId(keys.number_in(&key)?), Intent::decode(value)?));
+                match readable(read()) {
+                    Some((ino, intent)) if intent.copies.is_some() => {
+                        self.doubt(ino, &intent.key, Asked::Unanswered);
+                    }
+                    _ => {}
+                }
+            }
+        }
     }
 
     /// Whether what was written of a file to its own path may still come.

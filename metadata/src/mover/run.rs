@@ -1,5 +1,6 @@
 //! The mover's task and what its parts share.
 
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -8,9 +9,10 @@ use forebay_core::{Error, ErrorKind, ObjectKey, Result};
 use forebay_io::object::Bucket;
 use forebay_io::rng::Rng;
 use forebay_io::task::{Stop, TaskGroup};
+use futures::future::FutureExt;
 use tokio::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use tokio::time::Instant;
-use tracing::{debug, warn};
+use tracing::{debug, error, warn};
 
 use super::doubts::Doubts;
 use crate::commit::{Committer, Txn};
@@ -146,11 +148,13 @@ impl Mover {
     pub(crate) fn start(&self) {
         let mover = self.clone();
         self.0.tasks.spawn("mover", async move {
+            let mut has_panicked = false;
             loop {
                 // Stops between pages; a page ends by itself, when the store has had its time for it.
                 // It is woken from within a transaction, and the next one runs once that is applied.
                 let applied = mover.transact(Durability::Buffered, |_| Ok(())).await;
-                if let Err(error) = applied.and(mover.pass().await) {
+                let passed = mover.pass_unless_panic(&mut has_panicked).await;
+                if let Err(error) = applied.and(passed) {
                     warn!(%error, "the mover rests");
                 }
                 let shared = mover.shared();
@@ -173,6 +177,24 @@ impl Mover {
             }
         }
         Ok(())
+    }
+
+    /// The same as [`Self::pass`] where a panic does not end the task: else nothing would be moved, deleted or freed any more.
+    /// What a pass holds is let go of as it unwinds, and the next one begins with what the records say. Told once.
+    async fn pass_unless_panic(&self, has_panicked: &mut bool) -> Result<Tally> {
+        match AssertUnwindSafe(self.pass()).catch_unwind().await {
+            Ok(passed) => {
+                *has_panicked = false;
+                passed
+            }
+            Err(panic) => {
+                if !std::mem::replace(has_panicked, true) {
+                    let said = panic_text(&*panic);
+                    error!(said, "a pass of the mover panicked; it is tried again whenever it has rested");
+                }
+                self.doubt_copies().await.map(|()| Tally::default())
+            }
+        }
     }
 
     /// Looks at everything once.
@@ -289,4 +311,10 @@ impl Mover {
         told.into_iter().for_each(|change| self.0.shared.outside.tell(change));
         Ok(value)
     }
+}
+
+/// What a panic said.
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("nothing")
 }

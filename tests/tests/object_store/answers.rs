@@ -171,6 +171,30 @@ async fn a_success_without_a_copy_is_none() {
     }
 }
 
+/// An error about a key that nobody had asked for, as of a server that spells keys its own way, ended the process's task by a
+/// panic; and the name of a deleted object was taken for an error.
+#[tokio::test]
+async fn keys_in_the_answer_to_a_deletion_are_no_errors() {
+    let result = |inside: &str| {
+        let body = format!("<?xml version=\"1.0\"?>\n<DeleteResult>{inside}</DeleteResult>");
+        answer("200 OK", "", body.len(), &body)
+    };
+    let failed = |code: &str| {
+        result(&format!("<Error><Key>x%2Fb</Key><Code>{code}</Code><Message>no</Message></Error>"))
+    };
+    let keys = [key("x/SlowDown.txt"), key("x/InternalError")];
+    let deleted = "<Deleted><Key>x/SlowDown.txt</Key></Deleted><Deleted><Key>x/InternalError</Key></Deleted>";
+    let (bucket, heads) = told(vec![failed("InternalError"), result(deleted)]).await;
+    bucket.delete_many(&keys).await.expect("deleted");
+    assert_eq!(cost(&bucket.counters(), OperationKind::Delete), (2, 1));
+    let head = heads.recv().expect("a request").to_lowercase();
+    for part in ["post /told", "delete", "content-md5: ", "x-amz-checksum-sha256: "] {
+        assert!(head.contains(part), "{part} in {head}");
+    }
+    let (bucket, _heads) = told(vec![failed("AccessDenied")]).await;
+    assert_kind(bucket.delete_many(&keys).await, ErrorKind::Denied);
+}
+
 /// One byte that is not ASCII, in the file name that another tool gave an object, made the whole object unreadable.
 #[tokio::test]
 async fn an_object_whose_headers_are_not_ascii_is_read() {

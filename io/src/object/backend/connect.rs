@@ -155,6 +155,7 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
             Manner::InHeader { region: region.unwrap_or_else(|| DEFAULT_REGION.to_owned()), is_payer }
         }
     };
+    let deletes_many = !is_set(&builder, AmazonS3ConfigKey::DisableBulkDelete);
     let transport = Transport::default();
     let builder = builder.with_retry(no_retries()).with_http_connector(transport.clone());
     let mut signer = builder.clone();
@@ -164,7 +165,8 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
     let store = builder.build().map_err(failed)?;
     let signer = if anonymous { signer.build().map_err(failed)? } else { store.clone() };
     let sender = Sender::new(&transport).map_err(failed)?;
-    Ok(S3 { store, signed: Signed::new(sender, signer, manner), bucket: url.bucket.clone() })
+    let signed = Signed::new(sender, signer, manner);
+    Ok(S3 { store, signed, bucket: url.bucket.clone(), deletes_many })
 }
 
 fn gcs(url: &BucketUrl, settings: &StoreSettings) -> Result<Google> {

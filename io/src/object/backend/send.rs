@@ -149,14 +149,18 @@ fn names_object(body: &[u8]) -> bool {
     named.is_some_and(|named| named.is_ok_and(|named| !named.e_tag.is_empty()))
 }
 
-/// Code and message of an error answer, which all services write alike; both empty when `body` is none.
+/// Code and message of an error answer, which all services write alike; both empty when `body` is none. That of a deletion
+/// may hold errors of its own, one for each object that stays.
 fn read_error(body: &[u8]) -> (String, String) {
+    const BLANKS: [char; 5] = ['\u{feff}', ' ', '\r', '\n', '\t'];
     let text = String::from_utf8_lossy(&body[..body.len().min(64 << 10)]);
-    if !text.contains("<Error>") && !text.contains("<Error ") {
+    // Some begin with a byte order mark, some with spaces that kept the connection open.
+    let text = text.trim_start_matches(BLANKS);
+    let declared = text.strip_prefix("<?xml").and_then(|rest| rest.split_once("?>"));
+    let root = declared.map_or(text, |(_, rest)| rest.trim_start_matches(BLANKS));
+    if !root.starts_with("<Error>") && !root.starts_with("<Error ") {
         return Default::default();
     }
-    // Some begin with a byte order mark, some with spaces that kept the connection open.
-    let text = text.trim_start_matches(['\u{feff}', ' ', '\r', '\n', '\t']);
     let answer: ErrorAnswer = quick_xml::de::from_str(text).unwrap_or_default();
     match answer.code.as_str() {
         "" => ("Error".to_owned(), text.chars().take(200).collect()),

@@ -32,6 +32,8 @@ pub enum FaultMode {
     DoAndMiss,
     /// The store says that it is done, and nothing was. For requests whose answer says no more than that.
     Skip,
+    /// The client panics, as one may that does not understand an answer. The store does nothing.
+    Panic,
     /// The store says that this is not allowed.
     Deny,
     /// No reply ever comes: only the caller's patience ends it. The store does nothing.
@@ -192,6 +194,7 @@ impl Service for Failing {
             Some(FaultMode::Hang) => std::future::pending().await,
             Some(FaultMode::Refuse) => Err(refused(&request)),
             Some(FaultMode::Skip) => Ok(Reply::Done),
+            Some(FaultMode::Panic) => panic!("a test said so"),
             Some(FaultMode::Deny) => {
                 let (path, source) = (request.subject(), "a test said so".into());
                 Err(object_store::Error::PermissionDenied { path, source })

@@ -390,6 +390,30 @@ async fn a_copy_that_only_seems_to_be_made_is_not_the_content() {
     assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "new");
 }
 
+/// A panic within one request ended the mover's task: nothing was moved, deleted or freed until the next mount.
+#[tokio::test]
+async fn a_panic_does_not_end_the_mover() {
+    let mut world = World::memory().await;
+    let faults = Faults::new();
+    world.bucket = Some(world.bucket().with_faults(&faults));
+    world.put("a", b"old").await;
+    let tree = world.open_moving().await;
+    resolve(&tree, "a").await.expect("found");
+    for nth in 1..=2 {
+        faults.script(OperationKind::Copy, nth, FaultMode::Panic);
+    }
+    rename(&tree, "a", "b", RenameMode::Replace).await.expect("renamed");
+    let moved = async {
+        while world.bucket().head(&ObjectKey::new("b")).await.expect("an answer").is_none() {
+            world.clock.advance(Duration::from_secs(10));
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), moved).await.expect("it is moved");
+    assert_eq!(faults.injected(), 2);
+    tree.close().await.expect("closed");
+}
+
 /// Lets the mover work until nothing can be done, then once more. Returns how many copies it asked for then, and asserts
 /// that it rests after that, and that no record is left of what it tried.
 async fn copies_of_a_pass(tree: &LocalTree) -> u64 {

@@ -1,11 +1,12 @@
 //! The XML of the S3 requests that are sent from here.
 //!
 //! Formats: <https://docs.aws.amazon.com/AmazonS3/latest/API/>, ListObjectsV2, ListMultipartUploads, ListParts,
-//! UploadPartCopy and CompleteMultipartUpload. Keys that were asked for URL-encoded have a space as a plus sign.
+//! UploadPartCopy, DeleteObjects and CompleteMultipartUpload. Keys that were asked for URL-encoded have a space as a plus sign.
 
 use chrono::{DateTime, Utc};
 use forebay_core::{Timestamp, Version};
 use object_store::multipart::PartId;
+use object_store::path::Path;
 use object_store::{ObjectMeta, Result};
 use percent_encoding::percent_decode_str;
 use quick_xml::escape::escape;
@@ -83,6 +84,20 @@ struct ListPartsResult {
 struct Part {
     #[serde(rename = "PartNumber")]
     _number: u32,
+}
+
+#[derive(Debug, Deserialize)]
+struct DeleteResult {
+    #[serde(rename = "Error", default)]
+    errors: Vec<DeleteError>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "PascalCase", default)]
+struct DeleteError {
+    key: String,
+    code: String,
+    message: String,
 }
 
 #[derive(Debug, Deserialize)]
@@ -253,6 +268,35 @@ pub(in crate::object::backend) fn write_parts(parts: &[PartId]) -> String {
     text
 }
 
+/// Writes which objects are to be deleted, and that only what stays is to be told.
+pub(super) fn write_deleted(keys: &[Path]) -> String {
+    let mut text =
+        String::from("<Delete xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"><Quiet>true</Quiet>");
+    for key in keys {
+        text.push_str(&format!("<Object><Key>{}</Key></Object>", escape(key.as_ref())));
+    }
+    text.push_str("</Delete>");
+    text
+}
+
+/// Reads why an object was not deleted, code and message, where any was not: one is enough, as all are asked for again. What
+/// was gone already is deleted. An error about a key that nobody asked for counts as well: whatever it means, it is not that
+/// everything went.
+pub(super) fn read_deleted(body: &[u8]) -> Result<Option<(String, String)>> {
+    const ROOT: &[u8] = b"<DeleteResult";
+    // Some say nothing at all where nothing stays.
+    if body.trim_ascii().is_empty() {
+        return Ok(None);
+    }
+    let answer: DeleteResult = parse(body)?;
+    // Whatever else somebody on the way may say, it is not that all is deleted.
+    if !body.windows(ROOT.len()).any(|window| window == ROOT) {
+        return Err(object_store::Error::Generic { store: STORE, source: "no answer to a deletion".into() });
+    }
+    let failed = answer.errors.into_iter().find(|error| error.code != "NoSuchKey");
+    Ok(failed.map(|DeleteError { key, code, message }| (code, format!("{key}: {message}"))))
+}
+
 fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
     let bad = |source: Box<dyn std::error::Error + Send + Sync>| object_store::Error::Generic {
         store: STORE,
@@ -329,6 +373,35 @@ mod tests {
         };
         assert_eq!(keys("<IsTruncated>false</IsTruncated>").expect("the last page"), None);
         keys(more).expect_err("no token");
+    }
+
+    #[test]
+    fn what_is_to_be_deleted_is_escaped_and_what_stays_is_told() {
+        let keys = ["a<b>&c", "x/SlowDown.txt"].map(Path::from);
+        let text = write_deleted(&keys);
+        assert!(text.contains("<Quiet>true</Quiet>"), "{text}");
+        for key in keys {
+            let written = format!("<Key>{}</Key>", escape(key.as_ref()));
+            assert!(text.contains(&written), "{text}");
+        }
+        let read = |inside: &str| {
+            let text = format!("<?xml version=\"1.0\"?>\n<DeleteResult xmlns=\"x\">{inside}</DeleteResult>");
+            read_deleted(text.as_bytes()).expect("an answer")
+        };
+        let error = |key: &str, code: &str| {
+            format!("<Error><Key>{key}</Key><Code>{code}</Code><Message>why</Message></Error>")
+        };
+        assert_eq!(read(""), None);
+        for nothing in [&b"\n"[..], b"<?xml version=\"1.0\"?><DeleteResult xmlns=\"x\"/>"] {
+            assert_eq!(read_deleted(nothing).expect("an answer"), None);
+        }
+        for other in [&b"<html><body>Welcome</body></html>"[..], b"deleted"] {
+            read_deleted(other).expect_err("no answer to it");
+        }
+        assert_eq!(read("<Deleted><Key>InternalError</Key></Deleted>"), None);
+        assert_eq!(read(&error("a", "NoSuchKey")), None);
+        let both = [error("a", "NoSuchKey"), error("b", "AccessDenied")].concat();
+        assert_eq!(read(&both), Some(("AccessDenied".to_owned(), "b: why".to_owned())));
     }
 
     #[test]

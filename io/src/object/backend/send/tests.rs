@@ -19,7 +19,11 @@ fn errors_are_found_in_answers_of_any_status() {
     assert_eq!(read_error(text.as_bytes()), ("SlowDown".into(), "later".into()));
     let marked = format!("\u{feff}{}", text.trim_start());
     assert_eq!(read_error(marked.as_bytes()).0, "SlowDown");
-    for other in [&b"<ListBucketResult><Key>Error</Key></ListBucketResult>"[..], b""] {
+    for other in [
+        &b"<ListBucketResult><Key>Error</Key></ListBucketResult>"[..],
+        b"<?xml version=\"1.0\"?> <DeleteResult><Error><Key>k</Key><Code>AccessDenied</Code></Error></DeleteResult>",
+        b"",
+    ] {
         assert_eq!(read_error(other), (String::new(), String::new()));
     }
     assert_eq!(read_error(b"<Error>?").0, "Error");
@@ -81,7 +85,7 @@ fn bucket_that_says(code: &'static str) -> Bucket {
         .build()
         .expect("a store");
     let signed = Signed::new(Sender(client), store.clone(), Manner::InQuery);
-    let s3 = S3 { store, signed, bucket: "b".into() };
+    let s3 = S3 { store, signed, bucket: "b".into(), deletes_many: true };
     Bucket::over("s3://b".parse().expect("a URL"), Stack::new(Arc::new(s3), &StoreSettings::default()))
 }
 
