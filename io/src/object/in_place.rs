@@ -11,6 +11,7 @@ use std::sync::Arc;
 use forebay_core::{Error, ErrorKind, ObjectKey, Result};
 use rustix::fs::Advice;
 
+use super::backend::open_object;
 use super::counters::Meter;
 use super::{Bucket, OperationKind};
 
@@ -39,14 +40,11 @@ impl Bucket {
         let path = root.join(self.path(key)?.as_ref());
         let meter = self.meter().clone();
         meter.request(OperationKind::Get);
-        let opened = File::open(path).and_then(|file| Ok((file.metadata()?, file)));
-        match opened {
-            Ok((metadata, file)) if metadata.is_file() => Ok(InPlace { file, key: key.clone(), meter }),
-            refused => {
+        match open_object(&path) {
+            Ok((file, _)) => Ok(InPlace { file, key: key.clone(), meter }),
+            Err(error) => {
                 meter.failure(OperationKind::Get);
-                let error =
-                    refused.err().map_or_else(|| Error::new(ErrorKind::NotFound, "no file"), Error::from);
-                Err(error.context(format!("object {key}")))
+                Err(Error::from(error).context(format!("object {key}")))
             }
         }
     }

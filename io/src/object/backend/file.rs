@@ -25,10 +25,10 @@ mod sweep;
 mod unsynced;
 
 use std::collections::{HashMap, VecDeque};
-use std::fs::{File, Metadata};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
-use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path as FilePath, PathBuf};
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -300,11 +300,8 @@ impl Inner {
 
     /// Opens an object, checks its preconditions and reads the first chunk, all in one visit to a thread.
     fn open(&self, key: Path, options: &GetOptions) -> Result<(File, GetResult, Option<Bytes>)> {
-        let file = File::open(self.file_of(&key)).map_err(|error| io_error(&key, error))?;
-        let metadata = file.metadata().map_err(|error| io_error(&key, error))?;
-        if !metadata.is_file() {
-            return Err(io_error(&key, io::ErrorKind::NotFound.into()));
-        }
+        let opened = open_object(&self.file_of(&key));
+        let (file, metadata) = opened.map_err(|error| io_error(&key, error))?;
         let meta = object_meta(key, &metadata);
         options.check_preconditions(&meta)?;
         let bad_range = |error| object_store::Error::Generic { store: STORE, source: Box::new(error) };
@@ -343,6 +340,24 @@ impl Inner {
             recent.pop_front();
         }
         recent.push_back((version.to_owned(), token));
+    }
+}
+
+/// Opens an object: a file. Whatever else lies there is none, and is not waited for: a pipe would be opened when somebody
+/// opens its other end, which may be never, and each attempt would keep a thread until then.
+pub(in crate::object) fn open_object(path: &FilePath) -> io::Result<(File, Metadata)> {
+    let opened = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+    let file = match opened {
+        // A socket.
+        Err(error) if error.raw_os_error() == Some(libc::ENXIO) => return Err(io::ErrorKind::NotFound.into()),
+        // A file on which another program, as a file server, has a lease: that is waited for.
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => File::open(path)?,
+        opened => opened?,
+    };
+    let metadata = file.metadata()?;
+    match metadata.is_file() {
+        true => Ok((file, metadata)),
+        false => Err(io::ErrorKind::NotFound.into()),
     }
 }
 
@@ -398,5 +413,46 @@ fn io_error(key: &Path, error: io::Error) -> object_store::Error {
             object_store::Error::PermissionDenied { path, source: error.into() }
         }
         _ => object_store::Error::Generic { store: STORE, source: error.into() },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use forebay_core::{ErrorKind, ObjectKey};
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+
+    use super::*;
+    use crate::object::{Bucket, BucketUrl, Condition, StoreSettings, UploadOptions};
+
+    /// A pipe in a folder held up whoever looked at its name until somebody opened its other end, and a thread with it.
+    #[tokio::test]
+    async fn what_is_no_file_is_no_object_and_is_not_waited_for() {
+        let folder = tempfile::tempdir().expect("scratch");
+        let url: BucketUrl = format!("file://{}", folder.path().display()).parse().expect("a URL");
+        let bucket = Bucket::open(&url, &StoreSettings::default()).await.expect("a bucket");
+        mknodat(CWD, folder.path().join("pipe"), FileType::Fifo, Mode::RWXU, 0).expect("a pipe");
+        let _socket = std::os::unix::net::UnixListener::bind(folder.path().join("socket")).expect("a socket");
+        let check = async {
+            for name in ["pipe", "socket"] {
+                let (key, to) = (ObjectKey::new(name), ObjectKey::new("to"));
+                assert_eq!(bucket.head(&key).await.expect("an answer"), None, "{name}");
+                let kind = |error: forebay_core::Error| error.kind();
+                let missing = Err(ErrorKind::NotFound);
+                assert_eq!(bucket.get_whole(&key).await.map(drop).map_err(kind), missing, "{name}");
+                assert_eq!(bucket.open_in_place(&key).map(drop).map_err(kind), missing, "{name}");
+                let copied = bucket.copy(&key, &to, 1, &Condition::Always).await;
+                assert_eq!(copied.map(drop).map_err(kind), missing, "{name}");
+                let mut upload = bucket.upload_with(&to, UploadOptions::default()).expect("an upload");
+                let copied = upload.copy_from(&key, &forebay_core::Version::new("1"), 0..1).await;
+                let copied = match copied {
+                    Ok(_) => upload.complete(Condition::Always).await.map(drop),
+                    Err(error) => Err(error),
+                };
+                assert_eq!(copied.map_err(kind), missing, "{name}");
+                let put = bucket.put(&key, "x".into(), Condition::IfAbsent).await;
+                assert_eq!(put.map(drop).map_err(kind), Err(ErrorKind::Conflict), "{name}");
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(20), check).await.expect("nobody waits");
     }
 }

@@ -12,6 +12,6 @@ mod profile;
 mod connect;
 
 pub(super) use connect::connect;
-pub(super) use file::sweep as sweep_directory;
+pub(super) use file::{open_object, sweep as sweep_directory};
 pub(super) use google::STAGED;
 pub(super) use plain::Plain;

@@ -15,7 +15,7 @@ use parking_lot::RwLock;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
-use super::{Inner, STAGING, Wanted, copy_bytes, io_error, sync, version_of};
+use super::{Inner, STAGING, Wanted, copy_bytes, io_error, open_object, sync, version_of};
 use crate::disk::{is_local, open_direct, write_direct};
 use crate::object::error::STORE;
 use crate::object::key::address;
@@ -128,8 +128,8 @@ impl Inner {
     ) -> Result<PartId> {
         let length = range.end - range.start;
         let copy = |error| io_error(from, error);
-        let mut source = File::open(self.file_of(from)).map_err(copy)?;
-        let before = version_of(&source.metadata().map_err(copy)?);
+        let (mut source, metadata) = open_object(&self.file_of(from)).map_err(copy)?;
+        let before = version_of(&metadata);
         let mut target = self.open_upload(upload)?;
         let (turn, _) = self.begin_part(upload)?;
         let _turn = turn.read();

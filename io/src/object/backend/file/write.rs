@@ -8,7 +8,7 @@ use std::path::{Path as FilePath, PathBuf};
 use object_store::path::Path;
 use object_store::{CopyMode, PutMode, PutPayload, PutResult, Result};
 
-use super::{Inner, STAGING, Wanted, copy_bytes, io_error, put_result, sync, token, version_of};
+use super::{Inner, STAGING, Wanted, copy_bytes, io_error, open_object, put_result, sync, token, version_of};
 
 impl Inner {
     pub(super) fn put(
@@ -29,8 +29,8 @@ impl Inner {
     /// write goes with them.
     pub(super) fn copy(&self, from: &Path, to: &Path, mode: CopyMode, wanted: &Wanted) -> Result<()> {
         let failed = |error| io_error(from, error);
-        let mut source = File::open(self.file_of(from)).map_err(failed)?;
-        let held = token::held(&source, &source.metadata().map_err(failed)?);
+        let (mut source, metadata) = open_object(&self.file_of(from)).map_err(failed)?;
+        let held = token::held(&source, &metadata);
         let mode = match mode {
             CopyMode::Overwrite => PutMode::Overwrite,
             CopyMode::Create => PutMode::Create,
