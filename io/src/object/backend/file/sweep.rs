@@ -4,9 +4,9 @@
 //! written, so that one which nobody wrote to for a while is left over. Both are spared while they are young, because
 //! a file is made a moment before it is locked.
 
-use std::fs::{File, TryLockError};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use super::STAGING;
@@ -18,7 +18,8 @@ const KEPT: [&str; 2] = ["lock", CLOCK];
 const CLOCK: &str = "clock";
 
 /// Finds what was left in the staging folder of the bucket `root` for at least `min_age`, and removes it unless
-/// `keep`. Age is told by the file system's own clock. Blocks on the disk.
+/// `keep`. Age is told by the file system's own clock. What cannot be looked at or removed is told, stays, and holds up
+/// nothing else. Blocks on the disk.
 pub(in crate::object) fn sweep(root: &Path, min_age: Duration, keep: bool) -> io::Result<Vec<Leftover>> {
     let staging = root.join(STAGING);
     let now = match now(&staging) {
@@ -42,22 +43,27 @@ pub(in crate::object) fn sweep(root: &Path, min_age: Duration, keep: bool) -> io
         let data = folder.join("data");
         // A process that dies at the start of an upload, or at its end, leaves a folder without data.
         let is_left = match is_unlocked(&data) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => is_old(&folder).unwrap_or(false),
-            unlocked => unlocked? && is_old(&data).unwrap_or(false),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(is_old(&folder).unwrap_or(false)),
+            unlocked => unlocked.map(|unlocked| unlocked && is_old(&data).unwrap_or(false)),
         };
-        if is_left {
+        if or_told(&folder, is_left).unwrap_or(false) {
             found.push((folder, data));
         }
     }
-    let leftover = |(path, data): (std::path::PathBuf, std::path::PathBuf)| -> io::Result<Leftover> {
+    let leftover = |(path, data): (PathBuf, PathBuf)| -> Option<Leftover> {
         let bytes = std::fs::metadata(&data).map_or(0, |metadata| metadata.len());
         let name = path.strip_prefix(root).unwrap_or(&path).to_string_lossy().into_owned();
         if !keep {
-            remove(&path)?;
+            or_told(&path, remove(&path))?;
         }
-        Ok(Leftover { name, bytes })
+        Some(Leftover { name, bytes })
     };
-    found.into_iter().map(leftover).collect()
+    Ok(found.into_iter().filter_map(leftover).collect())
+}
+
+/// The outcome of some work on one entry; an error is told.
+fn or_told<T>(path: &Path, outcome: io::Result<T>) -> Option<T> {
+    outcome.inspect_err(|error| tracing::warn!(path = %path.display(), %error, "not swept")).ok()
 }
 
 /// The time of the file system, which may be another machine's.
@@ -66,9 +72,14 @@ fn now(staging: &Path) -> io::Result<SystemTime> {
 }
 
 /// Whether no process holds the upload's file. The lock that tells is given back at once: only its own process would
-/// ever go on with an upload.
+/// ever go on with an upload. Over NFS a lock is one of bytes, and only who may write has one alone.
 fn is_unlocked(data: &Path) -> io::Result<bool> {
-    match File::open(data)?.try_lock() {
+    let file = match OpenOptions::new().read(true).write(true).open(data) {
+        // Another user's: elsewhere than over NFS, who may read has a lock as well.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => File::open(data)?,
+        opened => opened?,
+    };
+    match file.try_lock() {
         Ok(()) => Ok(true),
         Err(TryLockError::WouldBlock) => Ok(false),
         Err(TryLockError::Error(error)) => Err(error),
@@ -116,6 +127,10 @@ mod tests {
             found
         };
         assert_eq!(sweep(3600, false).await, [], "they are young");
+        // Nobody can look at this one: it held up all others.
+        let loops = staging.join(UPLOADS).join("loops");
+        std::fs::create_dir_all(&loops).expect("folder");
+        std::os::unix::fs::symlink("data", loops.join("data")).expect("a link to itself");
         let left = [("uploads/begun", 0), ("uploads/left", 7), ("whole", 5)];
         let left = left.map(|(name, bytes)| (format!("{STAGING}/{name}"), bytes));
         assert_eq!(sweep(0, true).await, left);
