@@ -288,9 +288,22 @@ impl Bucket {
 
     /// Deletes objects, up to a thousand in one request; those that are gone already are no error.
     pub async fn delete_many(&self, keys: &[ObjectKey]) -> Result<()> {
+        self.delete_chunks(keys, false).await
+    }
+
+    /// The same of objects that others may replace, which the caller has just looked at: where the store does not answer, it is
+    /// not asked again. Else what somebody put there after the first attempt would go with the second.
+    ///
+    /// # Errors
+    /// One of which [`super::is_unrepeated`] is true where the store did not answer: the caller looks again what is there.
+    pub async fn delete_many_once(&self, keys: &[ObjectKey]) -> Result<()> {
+        self.delete_chunks(keys, true).await
+    }
+
+    async fn delete_chunks(&self, keys: &[ObjectKey], once: bool) -> Result<()> {
         for keys in keys.chunks(DELETE_LIMIT) {
             let keys = keys.iter().map(|key| self.path(key)).collect::<Result<_>>()?;
-            self.call(Request::Delete { keys }).await?;
+            self.call(Request::Delete { keys, once }).await?;
         }
         Ok(())
     }

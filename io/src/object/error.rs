@@ -32,6 +32,9 @@ pub(super) enum Fault {
     /// The last attempt failed for good, and one before it was not answered: it may have been carried out, or still be.
     #[error("{cause}; what became of an earlier attempt is not known")]
     Unsettled { cause: object_store::Error },
+    /// There was no answer, and the request was to be sent once.
+    #[error("{cause}; it may have been carried out, and is not sent again")]
+    Unrepeated { cause: object_store::Error },
     /// A condition was said not to hold, and it does.
     #[error("the store refused what holds: {cause}")]
     Unfounded { cause: String },
@@ -80,7 +83,7 @@ pub(super) fn unsettled(error: object_store::Error) -> object_store::Error {
         object_store::Error::NotSupported { .. } | object_store::Error::NotImplemented { .. }
     );
     match find::<Fault>(&error) {
-        Some(Fault::GaveUp { .. }) => error,
+        Some(Fault::GaveUp { .. } | Fault::Unrepeated { .. }) => error,
         Some(Fault::Service { code, .. }) if code == "NotImplemented" => error,
         _ if is_beyond => error,
         _ => Fault::Unsettled { cause: error }.into(),
@@ -99,6 +102,7 @@ pub(super) fn is_transient(error: &object_store::Error) -> bool {
             | Fault::Injected(_) => true,
             Fault::GaveUp { .. }
             | Fault::Unsettled { .. }
+            | Fault::Unrepeated { .. }
             | Fault::Credentials { .. }
             | Fault::ReadOnly
             | Fault::Withheld { .. } => false,
@@ -206,6 +210,12 @@ fn between<'a>(text: &'a str, tag: &str) -> Option<&'a str> {
 pub fn is_withheld(error: &Error) -> bool {
     let source = error.source().and_then(|source| source.downcast_ref());
     source.and_then(find::<Fault>).is_some_and(|fault| matches!(fault, Fault::Withheld { .. }))
+}
+
+/// Whether a change of the bucket was not answered, and not sent again: see [`super::Bucket::delete_many_once`].
+pub fn is_unrepeated(error: &Error) -> bool {
+    let source = error.source().and_then(|source| source.downcast_ref());
+    source.and_then(find::<Fault>).is_some_and(|fault| matches!(fault, Fault::Unrepeated { .. }))
 }
 
 /// The error as it crosses the package's boundary. `bucket` names the bucket in messages.
@@ -391,6 +401,11 @@ fn by_variant(bucket: &str, error: &object_store::Error, text: &str) -> Error {
         let message = format!("the certificate of the server of {bucket} is not trusted: {reason}");
         return Error::new(ErrorKind::Unavailable, message)
             .with_hint("SSL_CERT_FILE names a file of authorities to trust; is the endpoint named as in the certificate?");
+    }
+    if let Some(Fault::Unrepeated { cause }) = find::<Fault>(error) {
+        let said = chain(cause).last().map(ToString::to_string).unwrap_or_default();
+        let message = format!("{bucket} did not answer a request that is not to be sent twice: {said}");
+        return Error::new(ErrorKind::Unavailable, message).with_hint(unreached(bucket));
     }
     if let Some(Fault::ReadOnly) = find::<Fault>(error) {
         return Error::new(ErrorKind::ReadOnly, format!("{bucket} is open read-only"));
@@ -608,6 +623,15 @@ mod tests {
             assert!(said.contains(hint), "{bucket}: {said}");
             assert_eq!(said.contains("AWS_"), bucket.starts_with("s3:"), "{bucket}: {said}");
         }
+    }
+
+    #[test]
+    fn what_is_not_sent_again_is_told_with_its_cause() {
+        let told =
+            convert("s3://b", Fault::Unrepeated { cause: Fault::Stalled { waited_ms: 7 }.into() }.into());
+        assert!(told.message().contains("no answer within 7 ms"), "{told}");
+        assert_eq!((told.kind(), is_unrepeated(&told)), (ErrorKind::Unavailable, true));
+        assert!(!is_unrepeated(&convert("s3://b", Fault::Stalled { waited_ms: 7 }.into())));
     }
 
     #[test]

@@ -89,7 +89,7 @@ impl ObjectStore for Front {
             .and_then(move |keys| {
                 let service = service.clone();
                 async move {
-                    service.call(Request::Delete { keys: keys.clone() }).await?;
+                    service.call(Request::Delete { keys: keys.clone(), once: false }).await?;
                     Ok(futures::stream::iter(keys.into_iter().map(Ok)))
                 }
             })

@@ -21,7 +21,7 @@ mod probe;
 
 pub use bucket::Bucket;
 pub use counters::{Count, Counters, OperationKind};
-pub use error::is_withheld;
+pub use error::{is_unrepeated, is_withheld};
 pub use in_place::InPlace;
 pub use layer::{Delay, FaultMode, Faults, Gate, Rate};
 pub use probe::Capabilities;

@@ -37,8 +37,9 @@ pub(super) enum Request {
     Get { key: Path, options: GetOptions },
     /// A whole object. A store that keeps user metadata keeps `token` with it.
     Put { key: Path, payload: PutPayload, options: PutOptions, token: String },
-    /// Deletes up to [`DELETE_LIMIT`] objects; those that are gone already count as deleted.
-    Delete { keys: Vec<Path> },
+    /// Deletes up to [`DELETE_LIMIT`] objects; those that are gone already count as deleted. Where it is sent `once`, that is not
+    /// done again after it was not answered: what lies there by then is not what was looked at.
+    Delete { keys: Vec<Path>, once: bool },
     /// Deletes the marker of a directory (`dir/`) if it has this version still; elsewhere than in S3 nothing.
     DeleteMarker { directory: Path, version: Version },
     /// One page of keys.
@@ -217,6 +218,11 @@ impl Request {
         !matches!(self, Get { .. } | List(_) | ListUploads { .. } | ListParts { .. })
     }
 
+    /// Whether the request is not to be repeated where it may have been carried out.
+    pub(super) fn is_sent_once(&self) -> bool {
+        matches!(self, Self::Delete { once: true, .. })
+    }
+
     /// Whether the request changes what a key holds, or whether it holds anything.
     pub(super) fn changes_keys(&self) -> bool {
         matches!(self, Self::Put { .. } | Self::Complete { .. } | Self::Copy { .. } | Self::Delete { .. })
@@ -260,7 +266,7 @@ impl Request {
             | Self::Complete { upload, .. }
             | Self::Abort { upload }
             | Self::ListParts { upload } => upload.key.to_string(),
-            Self::Delete { keys } => keys.first().map(Path::to_string).unwrap_or_default(),
+            Self::Delete { keys, .. } => keys.first().map(Path::to_string).unwrap_or_default(),
             Self::DeleteMarker { directory, .. } => format!("{directory}/"),
             Self::List(list) => list.prefix.clone(),
             Self::ListUploads { prefix, .. } => prefix.clone(),

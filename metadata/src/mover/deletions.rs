@@ -5,6 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use forebay_core::{Blob, ObjectKey, Result};
 use forebay_io::clock::Moment;
+use forebay_io::object::is_unrepeated;
 use futures::stream::{self, StreamExt};
 use tokio::time::Instant;
 use tracing::warn;
@@ -116,7 +117,13 @@ impl Mover {
         match queued.await? {
             Some(queued) => {
                 let queued = readable_in(vec![queued], &mut Tally::default());
-                self.delete_queued(queued, &mut false).await.map(drop)
+                match self.delete_queued(queued.clone(), &mut false).await {
+                    // Somebody waits for the key: judged anew at once.
+                    Err(error) if is_unrepeated(&error) => {
+                        self.delete_queued(queued, &mut false).await.map(drop)
+                    }
+                    deleted => deleted.map(drop),
+                }
             }
             None => Ok(()),
         }
@@ -133,10 +140,13 @@ impl Mover {
         });
         let is_held_up = *is_held_up;
         let doomed = judged.iter().filter(|(_, verdict)| *verdict == Verdict::Delete);
-        let doomed: Vec<ObjectKey> = doomed.map(|((_, deletion), _)| deletion.blob.key.clone()).collect();
-        if !doomed.is_empty() {
-            self.bucket().delete_many(&doomed).await?;
-        }
+        let doomed = doomed.map(|((_, deletion), _)| &deletion.blob);
+        let (owned, plain): (Vec<&Blob>, Vec<&Blob>) = doomed.partition(|blob| blob.is_owned());
+        let keys = |blobs: Vec<&Blob>| blobs.into_iter().map(|blob| blob.key.clone()).collect::<Vec<_>>();
+        self.bucket().delete_many(&keys(owned)).await?;
+        // Others may put something at a plain key as soon as it is free: a deletion that was not answered is not sent again
+        // before what lies there was judged anew.
+        self.bucket().delete_many_once(&keys(plain)).await?;
         let mut done: Vec<(Queued, Verdict)> = judged
             .into_iter()
             .filter(|((_, deletion), verdict)| {

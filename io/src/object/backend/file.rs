@@ -238,7 +238,7 @@ impl Service for Directory {
                 };
                 self.run_wanted(work).await.map(Reply::Put)
             }
-            Request::Delete { keys } => {
+            Request::Delete { keys, .. } => {
                 self.run_wanted(move |inner, wanted| inner.delete_all(&keys, &wanted)).await?;
                 Ok(Reply::Done)
             }

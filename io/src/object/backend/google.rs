@@ -248,7 +248,7 @@ impl Google {
 
     /// Deletes what was copied; where that fails, it is swept later.
     async fn discard(&self, staged: &Path) {
-        let delete = Request::Delete { keys: vec![staged.clone()] };
+        let delete = Request::Delete { keys: vec![staged.clone()], once: false };
         if let Err(error) = self.plain.call(delete).await {
             tracing::warn!(key = %staged, %error, "an upload that was copied stays until it is swept");
         }
@@ -259,7 +259,7 @@ impl Google {
         let staged = native.key.clone();
         self.plain.call(Request::Abort { upload: native }).await?;
         match is_staged {
-            true => self.plain.call(Request::Delete { keys: vec![staged] }).await,
+            true => self.plain.call(Request::Delete { keys: vec![staged], once: false }).await,
             false => Ok(Reply::Done),
         }
     }

@@ -196,7 +196,7 @@ impl Service for Plain {
                 self.mark(&mut options.attributes, token);
                 self.store.put_opts(&key, payload, options).await.map(Reply::Put)
             }
-            Request::Delete { keys } => delete_all(self.store.as_ref(), keys).await,
+            Request::Delete { keys, .. } => delete_all(self.store.as_ref(), keys).await,
             Request::DeleteMarker { .. } => Ok(Reply::Done),
             Request::List(list) => self.list(list).await.map(Reply::Page),
             Request::Copy { from, to, options, .. } => {

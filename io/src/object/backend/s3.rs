@@ -72,8 +72,8 @@ impl Service for S3 {
                 }
                 self.store.put_opts(&key, payload, options).await.map(Reply::Put)
             }
-            Request::Delete { keys } if self.deletes_many => self.delete(&keys).await,
-            Request::Delete { keys } => delete_all(&self.store, keys).await,
+            Request::Delete { keys, .. } if self.deletes_many => self.delete(&keys).await,
+            Request::Delete { keys, .. } => delete_all(&self.store, keys).await,
             Request::DeleteMarker { directory, version } => self.delete_marker(&directory, &version).await,
             Request::List(list) => self.list(list).await.map(Reply::Page),
             Request::Copy { from, to, options, .. } => {

@@ -206,7 +206,7 @@ mod tests {
         narrow.put_off.store(0, Relaxed);
         narrow.most.store(0, Relaxed);
         let one = |_| async {
-            while limit.call(Request::Delete { keys: vec![Path::from("k")] }).await.is_err() {
+            while limit.call(Request::Delete { keys: vec![Path::from("k")], once: false }).await.is_err() {
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         };

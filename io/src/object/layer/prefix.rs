@@ -49,8 +49,8 @@ impl Prefix {
             Request::Put { key, payload, options, token } => {
                 Request::Put { key: self.outer(&key)?, payload, options, token }
             }
-            Request::Delete { keys } => {
-                Request::Delete { keys: keys.iter().map(|key| self.outer(key)).collect::<Result<_>>()? }
+            Request::Delete { keys, once } => {
+                Request::Delete { keys: keys.iter().map(|key| self.outer(key)).collect::<Result<_>>()?, once }
             }
             Request::DeleteMarker { directory, version } => {
                 Request::DeleteMarker { directory: self.outer(&directory)?, version }

@@ -18,6 +18,9 @@
 //! **An error after a lost reply**, such as a denial because a token ran out between the two, answers the last attempt alone.
 //! Of a request that changes what keys hold it is told as its cause, but as unanswered ([`Fault::Unsettled`]).
 //!
+//! **What others may have put there meanwhile** is nobody's to delete: a deletion that is to be sent once ends with the attempt
+//! that was not answered ([`Fault::Unrepeated`]), and who asked for it looks anew.
+//!
 //! **An answer with another version** than a read asked for is such a refusal: there are stores, and things on the way to
 //! them, that look at no condition of a read.
 //!
@@ -164,6 +167,9 @@ impl Retrying {
                 done => return (done, past),
             };
             let unanswered = is_unanswered(&error);
+            if unanswered && request.is_sent_once() {
+                return (Err(Fault::Unrepeated { cause: error }.into()), past);
+            }
             past = past.and(Past { failed: true, unanswered });
             if let Request::Create { key, .. } = request
                 && unanswered

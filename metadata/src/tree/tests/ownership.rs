@@ -3,12 +3,14 @@
 use std::time::Duration;
 
 use forebay_core::{ErrorKind, FileKind, FileLayout, InodeId, ObjectKey};
-use forebay_io::object::{Bucket, Condition};
+use forebay_io::object::{Bucket, Condition, FaultMode, Faults, OperationKind};
 use futures::FutureExt;
 
 use super::world::*;
 use crate::records::Change;
-use crate::tree::{Existing, Lookup, Placement, RenameMode, Tree, resolve, unlink as unlink_entry};
+use crate::tree::{
+    Existing, LocalTree, Lookup, Placement, RenameMode, Tree, resolve, unlink as unlink_entry,
+};
 
 use RenameMode::{Exchange, Replace};
 
@@ -408,4 +410,46 @@ async fn files_in_a_new_directory_are_made_without_asking_the_engine() {
         assert_eq!(world.read_path(&tree, &format!("d/f{number}")).await.expect("bytes"), "bytes");
     }
     tree.close().await.expect("closed");
+}
+
+/// A file `a` that was removed, and whose object is to be deleted by a request that loses its reply.
+async fn removed(world: &World) -> (LocalTree, Faults) {
+    world.put("a", b"old").await;
+    let faults = Faults::new();
+    let tree = world.open_over(Some(world.bucket().with_faults(&faults))).await;
+    unlink(&tree, "a").await.expect("unlinked");
+    faults.script(OperationKind::Delete, 1, FaultMode::LoseReply);
+    (tree, faults)
+}
+
+/// The reply to a deletion was lost, somebody put an object there, and the deletion was sent again: it took that one.
+#[tokio::test]
+async fn a_deletion_that_is_not_answered_takes_nothing_that_came_after_it() {
+    let world = World::memory().await;
+    let (tree, faults) = removed(&world).await;
+    let put = async {
+        while faults.injected() == 0 {
+            tokio::task::yield_now().await;
+        }
+        world.put("a", b"theirs").await;
+    };
+    let (drained, ()) = tokio::join!(tree.drain(), put);
+    drained.expect("drained");
+    for _ in 0..2 {
+        world.check_objects(&[("a", "theirs")]).await;
+        tree.drain().await.expect("drained");
+        world.pass_ttl();
+    }
+    assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "theirs");
+}
+
+/// Who waits for that deletion, to write there, hears nothing of it.
+#[tokio::test]
+async fn a_deletion_that_is_not_answered_fails_no_writer() {
+    let world = World::memory().await;
+    let (tree, faults) = removed(&world).await;
+    let placed = world.write_path(&tree, "a", "new").await.expect("written");
+    assert!(is_own(&placed, "a") && faults.injected() == 1, "{placed:?}");
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("a", "new")]).await;
 }
