@@ -6,14 +6,15 @@
 use super::wire::Who;
 use crate::block::BlockId;
 
-/// The member that owns a block. Should two have one share, as with cloned disks, the process tells.
+/// The member that owns a block. Those that have one share, as with disks cloned from one image, have equal scores for every
+/// block: among them the process tells, for each block anew. Else all of their blocks would be the one's with the largest.
 pub(super) fn owner<M>(
     members: impl IntoIterator<Item = M>,
     who: impl Fn(&M) -> Who,
     id: &BlockId,
 ) -> Option<M> {
     let block = mix(id.digest as u64 ^ mix((id.digest >> 64) as u64 ^ mix(id.index)));
-    let score = |Who { share, process }| (mix(share ^ block), process);
+    let score = |Who { share, process }| (mix(share ^ block), mix(process ^ block), process);
     members.into_iter().max_by_key(|member| score(who(member)))
 }
 
@@ -60,6 +61,23 @@ mod tests {
             ),
             None
         );
+    }
+
+    /// Hosts whose cache directories were cloned with their image left all blocks to one of them.
+    #[test]
+    fn members_of_one_share_are_even() {
+        let processes = members(16);
+        let blocks = 10_000;
+        let mut owned = std::collections::HashMap::new();
+        for index in 0..blocks {
+            let who = |process: &&u64| Who { share: 7, process: **process };
+            let owner = owner(&processes, who, &BlockId { digest: 7, index }).expect("somebody");
+            *owned.entry(*owner).or_insert(0) += 1;
+        }
+        for process in processes {
+            let share = owned.get(&process).copied().unwrap_or(0);
+            assert!((500..750).contains(&share), "{share} of {blocks} where 625 are even");
+        }
     }
 
     #[test]
