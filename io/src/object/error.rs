@@ -136,6 +136,16 @@ pub(super) fn lacks_credentials(error: &object_store::Error) -> bool {
     }
 }
 
+/// Whether a store does not take temporary credentials, whatever time they were given for. A HEAD is answered without a body
+/// that would say so.
+pub(super) fn has_expired(error: &object_store::Error, is_head: bool) -> bool {
+    let text = error.to_string();
+    match service_code(error).or_else(|| code_in(&text)) {
+        Some(code) => matches!(code, "ExpiredToken" | "InvalidToken" | "TokenRefreshRequired"),
+        None => is_head && text.contains("400 Bad Request"),
+    }
+}
+
 /// How long nothing had moved, in milliseconds, where that is what ended an attempt.
 pub(super) fn stalled_ms(error: &object_store::Error) -> Option<u64> {
     match find::<Fault>(error) {

@@ -141,10 +141,12 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
     let failed = |error| convert(&url.to_string(), error);
     let keys = builder.get_config_value(&AmazonS3ConfigKey::AccessKeyId).is_some();
     let origin = profile.origin.or_else(|| instance(&builder));
+    let mut renewed = None;
     if let Some(origin) = origin.filter(|_| !anonymous && !keys) {
         let region = builder.get_config_value(&AmazonS3ConfigKey::Region);
-        let renewed = Renewed::open(origin, region).await.map_err(failed)?;
-        builder = builder.with_credentials(Arc::new(renewed));
+        let opened = Arc::new(Renewed::open(origin, region).await.map_err(failed)?);
+        builder = builder.with_credentials(opened.clone());
+        renewed = Some(opened);
     }
     let manner = match anonymous {
         true => Manner::Anonymous,
@@ -166,7 +168,7 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
     let signer = if anonymous { signer.build().map_err(failed)? } else { store.clone() };
     let sender = Sender::new(&transport).map_err(failed)?;
     let signed = Signed::new(sender, signer, manner);
-    Ok(S3 { store, signed, bucket: url.bucket.clone(), deletes_many })
+    Ok(S3 { store, signed, bucket: url.bucket.clone(), deletes_many, renewed })
 }
 
 fn gcs(url: &BucketUrl, settings: &StoreSettings) -> Result<Google> {

@@ -3,7 +3,8 @@
 //!
 //! The `aws-config` crate knows how each is obtained; its requests go over object_store's HTTP client. What it gives
 //! is kept until a quarter of its lifetime, or five minutes if that is less, is left, and then asked for anew: by one
-//! request while the others wait. As long as the old credentials hold, a failure to get new ones is only a warning.
+//! request while the others wait. As long as the old credentials hold, a failure to get new ones is only a warning. A store may
+//! refuse them before their time, as when a session was revoked: then they are asked for at once.
 
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
@@ -115,7 +116,7 @@ const METADATA_ATTEMPTS: u32 = 3;
 const METADATA_DEADLINE: Duration = Duration::from_secs(8);
 /// New credentials are asked for when this is left of the old ones.
 const AHEAD: Duration = Duration::from_secs(300);
-/// After a failure the old ones serve this long before it is tried again.
+/// After a failure the old ones serve this long before it is tried again, and so do new ones that the store refuses.
 const PAUSE: Duration = Duration::from_secs(10);
 /// Whoever asks while they still hold waits this long for new ones.
 const GRACE: Duration = Duration::from_secs(1);
@@ -154,6 +155,8 @@ struct Current {
     credential: Arc<AwsCredential>,
     renew_at: Option<i64>,
     expires: Option<i64>,
+    /// When they were asked for, or newer ones in vain.
+    asked_at: i64,
 }
 
 impl Renewed {
@@ -171,7 +174,18 @@ impl Renewed {
         Ok(renewed)
     }
 
-    fn over(origin: Origin, provider: SharedCredentialsProvider, clock: Clock) -> Self {
+    /// Asks for new credentials because the store refuses those that there are, whatever their time, unless that was done a
+    /// moment ago: whoever was refused may have used the ones of before. Returns whether it is worth another request.
+    pub(super) async fn renew_refused(&self) -> bool {
+        let (source, turn) = (self.source.clone(), self.source.turn.clone().lock_owned().await);
+        let renewal = self.tasks.spawn("renew", async move {
+            let _turn = turn;
+            source.renew_refused().await
+        });
+        matches!(renewal.await, Ok(Ok(_)))
+    }
+
+    pub(super) fn over(origin: Origin, provider: SharedCredentialsProvider, clock: Clock) -> Self {
         let source = Source { origin, provider, clock, current: Mutex::default(), turn: Arc::default() };
         Self { source: Arc::new(source), tasks: TaskGroup::new("credentials") }
     }
@@ -200,12 +214,25 @@ impl Source {
             (Ok(fetched), _) => Ok(current.insert(fetched).credential.clone()),
             (Err(error), Some(held)) => {
                 tracing::warn!(%error, "no new credentials: the old ones serve as long as they hold");
-                let again = self.clock.wall().seconds + seconds(PAUSE);
+                held.asked_at = self.clock.wall().seconds;
+                let again = held.asked_at + seconds(PAUSE);
                 held.renew_at = Some(held.expires.map_or(again, |expires| again.min(expires)));
                 Err(error)
             }
             (Err(error), None) => Err(error),
         }
+    }
+
+    async fn renew_refused(&self) -> Result<Arc<AwsCredential>> {
+        let now = self.clock.wall().seconds;
+        if let Some(held) = self.current.lock().as_mut() {
+            if now < held.asked_at + seconds(PAUSE) {
+                return Ok(held.credential.clone());
+            }
+            held.renew_at = Some(now);
+        }
+        tracing::warn!(origin = %self.origin, "the store refuses the credentials before their time: new ones are asked for");
+        self.renew().await
     }
 
     async fn fetch(&self, now: i64) -> Result<Current> {
@@ -222,7 +249,7 @@ impl Source {
             i64::try_from(since_1970.as_secs()).unwrap_or(i64::MAX)
         });
         let renew_at = expires.map(|expires| expires - ((expires - now) / 4).clamp(0, seconds(AHEAD)));
-        Ok(Current { credential: Arc::new(convert(&given)), renew_at, expires })
+        Ok(Current { credential: Arc::new(convert(&given)), renew_at, expires, asked_at: now })
     }
 }
 
@@ -374,6 +401,29 @@ mod tests {
         counting.fails.store(0, Ordering::Relaxed);
         assert_eq!(key().await.expect("it comes back"), "key-5");
     }
+
+    #[tokio::test]
+    async fn credentials_that_the_store_refuses_are_renewed_at_most_once_per_pause() {
+        let clock = Clock::manual();
+        let counting =
+            Arc::new(Counting { clock: clock.clone(), given: AtomicI64::new(0), fails: AtomicI64::new(0) });
+        let shared: Arc<dyn ProvideCredentials> = counting.clone();
+        let provider = SharedCredentialsProvider::new(shared);
+        let renewed = Renewed::over(Origin::Profile("lab".into()), provider, clock.clone());
+        let key = async || renewed.get_credential().await.map(|credential| credential.key_id.clone());
+        assert_eq!(key().await.expect("first"), "key-1");
+        clock.advance(PAUSE);
+        for _ in 0..3 {
+            assert!(renewed.renew_refused().await, "the next request may have others");
+            assert_eq!(key().await.expect("renewed, once"), "key-2");
+        }
+        clock.advance(PAUSE);
+        counting.fails.store(1, Ordering::Relaxed);
+        assert!(!renewed.renew_refused().await, "there are no others");
+        assert_eq!(key().await.expect("the old ones"), "key-2");
+        assert_eq!(counting.given.load(Ordering::Relaxed), 3);
+    }
+
     /// Gives key 1 at once; the next one when it is allowed to.
     #[derive(Debug, Default)]
     struct Hanging {

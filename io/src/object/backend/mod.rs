@@ -4,10 +4,10 @@ mod client;
 mod send;
 mod plain;
 mod file;
+mod credentials;
 mod s3;
 mod azure;
 mod google;
-mod credentials;
 mod profile;
 mod connect;
 

@@ -7,6 +7,8 @@
 mod xml;
 mod sign;
 
+use std::sync::Arc;
+
 use async_trait::async_trait;
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
@@ -21,9 +23,11 @@ use object_store::{Attribute, ObjectStore, PutResult, Result};
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use sha2::{Digest, Sha256};
 
+use super::credentials::Renewed;
 use super::plain::delete_all;
 use super::send::header;
-use crate::object::error::{Fault, STORE};
+use crate::object::OperationKind;
+use crate::object::error::{Fault, STORE, has_expired};
 use crate::object::key::address;
 use crate::object::layer::TOKEN_ATTRIBUTE;
 use crate::object::request::{ListRequest, Page, Reply, Request, Service, UploadId, UploadsPage};
@@ -43,6 +47,8 @@ pub(super) struct S3 {
     pub(super) bucket: String,
     /// Whether many objects are deleted in one request, which some servers lack.
     pub(super) deletes_many: bool,
+    /// The credentials, where they are temporary ones that are renewed from here.
+    pub(super) renewed: Option<Arc<Renewed>>,
 }
 
 /// The query of ListObjectsV2, which Google's store has, too.
@@ -63,7 +69,25 @@ pub(super) fn page_query(list: &ListRequest) -> Vec<(&'static str, String)> {
 
 #[async_trait]
 impl Service for S3 {
+    /// Where temporary credentials are refused before their time, new ones are got, and the request is sent once more.
     async fn call(&self, request: Request) -> Result<Reply> {
+        let Some(renewed) = &self.renewed else { return self.carry_out(request).await };
+        let is_head = request.kind() == OperationKind::Head;
+        match self.carry_out(request.clone()).await {
+            Err(error) if has_expired(&error, is_head) => {
+                if renewed.renew_refused().await {
+                    self.carry_out(request).await
+                } else {
+                    Err(error)
+                }
+            }
+            answer => answer,
+        }
+    }
+}
+
+impl S3 {
+    async fn carry_out(&self, request: Request) -> Result<Reply> {
         match request {
             Request::Get { key, options } => self.store.get_opts(&key, options).await.map(Reply::Object),
             Request::Put { key, payload, mut options, token } => {
@@ -102,9 +126,7 @@ impl Service for S3 {
             Request::ListParts { upload } => self.has_parts(&upload).await.map(Reply::HasParts),
         }
     }
-}
 
-impl S3 {
     async fn list(&self, list: ListRequest) -> Result<Page> {
         self.ask_bucket(page_query(&list), |body| read_page(body, &list.prefix)).await
     }

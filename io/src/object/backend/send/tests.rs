@@ -3,13 +3,17 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use aws_credential_types::Credentials;
+use aws_credential_types::provider::{ProvideCredentials, SharedCredentialsProvider, future};
 use forebay_core::{ErrorKind, ObjectKey};
 use http::Method;
 use object_store::RetryConfig;
 use object_store::aws::AmazonS3Builder;
 
+use super::super::credentials::{Origin, Renewed};
 use super::super::s3::{Manner, S3, Signed};
 use super::*;
+use crate::clock::Clock;
 use crate::object::stack::Stack;
 use crate::object::{Bucket, Condition, OperationKind, StoreSettings, UploadOptions};
 
@@ -85,7 +89,7 @@ fn bucket_that_says(code: &'static str) -> Bucket {
         .build()
         .expect("a store");
     let signed = Signed::new(Sender(client), store.clone(), Manner::InQuery);
-    let s3 = S3 { store, signed, bucket: "b".into(), deletes_many: true };
+    let s3 = S3 { store, signed, bucket: "b".into(), deletes_many: true, renewed: None };
     Bucket::over("s3://b".parse().expect("a URL"), Stack::new(Arc::new(s3), &StoreSettings::default()))
 }
 
@@ -107,4 +111,86 @@ async fn bytes_that_came_too_slowly_are_sent_again() {
     let bucket = bucket_that_says("InvalidBucketName");
     let told = bucket.put(&key, "whole".into(), Condition::Always).await.expect_err("refused");
     assert_eq!((told.kind(), bucket.counters().retries), (ErrorKind::Invalid, 0), "{told}");
+}
+
+/// A bucket that takes no request signed with the first key of all, and says so with this code.
+#[derive(Debug)]
+struct Revoking(&'static str);
+
+#[async_trait]
+impl HttpService for Revoking {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let signed = request.headers()["authorization"].to_str().expect("text");
+        let is_bulk = request.method() == Method::POST;
+        let (status, body) = match signed.contains("key-1/") {
+            true if request.method() == Method::HEAD => (400, String::new()),
+            true => (400, format!("<Error><Code>{}</Code><Message>why</Message></Error>", self.0)),
+            false if is_bulk => (200, "<DeleteResult></DeleteResult>".to_owned()),
+            false => (200, String::new()),
+        };
+        let response = http::Response::builder().status(status).header("etag", "\"v\"");
+        let response = response.header("content-length", body.len());
+        let response = response.header("last-modified", "Wed, 01 May 2024 10:00:00 GMT");
+        Ok(response.body(HttpResponseBody::from(Bytes::from(body))).expect("an answer"))
+    }
+}
+
+/// Gives keys 1, 2, 3, ... that live for ever.
+#[derive(Debug, Default)]
+struct Numbered(AtomicUsize);
+
+impl ProvideCredentials for Numbered {
+    fn provide_credentials<'a>(&'a self) -> future::ProvideCredentials<'a>
+    where
+        Self: 'a,
+    {
+        let number = self.0.fetch_add(1, Ordering::SeqCst) + 1;
+        let given = Credentials::new(format!("key-{number}"), "secret", None, None, "test");
+        future::ProvideCredentials::ready(Ok(given))
+    }
+}
+
+/// A bucket that refuses the first credentials with `code`, after these were got a while ago.
+async fn bucket_that_revokes(code: &'static str) -> (Bucket, Arc<Renewed>) {
+    let (clock, client) = (Clock::manual(), HttpClient::new(Typed(HttpClient::new(Revoking(code)))));
+    let provider = SharedCredentialsProvider::new(Numbered::default());
+    let renewed = Arc::new(Renewed::over(Origin::Profile("lab".into()), provider, clock.clone()));
+    let store = AmazonS3Builder::new()
+        .with_bucket_name("b")
+        .with_region("r")
+        .with_credentials(renewed.clone())
+        .with_endpoint("http://door")
+        .with_allow_http(true)
+        .with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() })
+        .with_http_connector(Way(client.clone()))
+        .build()
+        .expect("a store");
+    let manner = Manner::InHeader { region: "r".into(), is_payer: false };
+    let signed = Signed::new(Sender(client), store.clone(), manner);
+    let s3 = S3 { store, signed, bucket: "b".into(), deletes_many: true, renewed: Some(renewed.clone()) };
+    let key = object_store::CredentialProvider::get_credential(&*renewed).await.expect("the first");
+    assert_eq!(key.key_id, "key-1");
+    clock.advance(std::time::Duration::from_secs(60));
+    let stack = Stack::new(Arc::new(s3), &StoreSettings::default());
+    (Bucket::over("s3://b".parse().expect("a URL"), stack), renewed)
+}
+
+/// A session that was revoked, or a store whose clock goes ahead, refused everything until the credentials' own time came.
+#[tokio::test]
+async fn credentials_that_are_refused_before_their_time_are_renewed() {
+    let key = ObjectKey::new("k");
+    for code in ["ExpiredToken", "InvalidToken", "TokenRefreshRequired"] {
+        let (bucket, _) = bucket_that_revokes(code).await;
+        bucket.put(&key, "x".into(), Condition::Always).await.expect(code);
+        let (bucket, _) = bucket_that_revokes(code).await;
+        bucket.delete(&key).await.expect(code);
+        let (bucket, renewed) = bucket_that_revokes(code).await;
+        assert!(bucket.head(&key).await.expect(code).is_some());
+        let held = object_store::CredentialProvider::get_credential(&*renewed).await.expect("held");
+        assert_eq!(held.key_id, "key-2", "once");
+    }
+    let (bucket, renewed) = bucket_that_revokes("AccessDenied").await;
+    bucket.put(&key, "x".into(), Condition::Always).await.expect_err("no matter of time");
+    let held = object_store::CredentialProvider::get_credential(&*renewed).await.expect("held");
+    assert_eq!(held.key_id, "key-1");
 }
