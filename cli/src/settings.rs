@@ -42,11 +42,27 @@ impl Settings {
     pub(crate) fn load(global: &Global) -> Result<Self> {
         let path = global.config.clone().unwrap_or_else(places::config);
         match std::fs::read_to_string(&path) {
-            Ok(text) => Self::parse(&text, &path),
+            Ok(text) => {
+                let mut settings = Self::parse(&text, &path)?;
+                let file = std::path::absolute(&path)?;
+                settings.resolve(file.parent().unwrap_or(Path::new("/")));
+                Ok(settings)
+            }
             Err(error) if error.kind() == Io::NotFound && global.config.is_none() => Ok(Self::default()),
             Err(error) => Err(Error::from(error)
                 .context(format!("cannot read the configuration {}", path.display()))
                 .with_hint("check the path given with --config")),
+        }
+    }
+
+    /// Takes paths to be meant from `directory`, that of the file: who serves a mount works in another one than who reads it.
+    fn resolve(&mut self, directory: &Path) {
+        let VolumeSettings { state_directory, cache, join, .. } = &mut self.volume;
+        let optional = [&mut cache.directory, &mut cache.peers.secret, &mut join.secret];
+        for path in optional.into_iter().flatten().chain([state_directory]) {
+            if !path.as_os_str().is_empty() {
+                *path = directory.join(&path);
+            }
         }
     }
 
@@ -68,9 +84,10 @@ fn refused(mut error: toml::de::Error, text: &str, path: &Path) -> Error {
     let shown = error.to_string();
     let setting = shown.lines().last().and_then(|line| line.strip_prefix("in `")?.strip_suffix('`'));
     let setting = setting.map(|setting| format!("{setting}: ")).unwrap_or_default();
+    let is_mode = message.ends_with("no mode");
     let is_text_for_number = message.starts_with("invalid type: string")
         && matches!(message.rsplit(' ').next(), Some("u16" | "u32" | "u64" | "usize" | "f64"));
-    let hint = match is_text_for_number {
+    let hint = match is_text_for_number || is_mode {
         true => {
             "numbers are digits without quotes: sizes are in bytes (5368709120, not \"5GiB\"), modes as in 0o644"
         }
@@ -96,6 +113,21 @@ mod tests {
     }
 
     #[test]
+    fn paths_are_meant_from_where_the_file_is() {
+        let text = "[volume]\nstate_directory = 'state'\n[volume.cache]\ndirectory = '/nvme'\n[volume.join]\nsecret = 'a/secret'";
+        let mut settings = Settings::parse(text, Path::new("x.toml")).expect("settings");
+        settings.resolve(Path::new("/etc/forebay"));
+        let volume = &settings.volume;
+        assert_eq!(volume.state_directory, Path::new("/etc/forebay/state"));
+        assert_eq!(volume.cache.directory.as_deref(), Some(Path::new("/nvme")));
+        assert_eq!(volume.join.secret.as_deref(), Some(Path::new("/etc/forebay/a/secret")));
+        let mut settings = Settings::default();
+        let before = settings.volume.state_directory.clone();
+        settings.resolve(Path::new("/etc/forebay"));
+        assert_eq!(settings.volume.state_directory, before, "what is not given has its own default");
+    }
+
+    #[test]
     fn a_wrong_value_is_told_with_its_setting_and_its_line() {
         for (text, message, hint) in [
             (
@@ -106,6 +138,11 @@ mod tests {
             (
                 "[volume]\nimport = { file_mode = '0644' }",
                 "line 2: volume.import.file_mode: invalid type",
+                "0o644",
+            ),
+            (
+                "[volume.import]\nfile_mode = 644",
+                "line 2: volume.import.file_mode: 644 is 0o1204: no mode",
                 "0o644",
             ),
             (

@@ -4,6 +4,7 @@
 
 pub mod error;
 pub mod units;
+pub mod shell;
 pub mod checksum;
 pub mod id;
 pub mod attr;

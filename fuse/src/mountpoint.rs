@@ -11,6 +11,7 @@ use std::os::fd::RawFd;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
+use forebay_core::shell::quoted;
 use forebay_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 
@@ -60,7 +61,7 @@ impl MountPoint {
                 ErrorKind::Exists,
                 format!("mount point {shown} is busy: mounted already"),
             )
-            .with_hint(format!("run `umount {shown}` first, or choose another directory")));
+            .with_hint(format!("run `umount {}` first, or choose another directory", quoted(path))));
         }
         Ok(Self::Directory(directory))
     }
@@ -128,12 +129,13 @@ fn refused(path: &Path, error: &std::io::Error) -> Error {
     let shown = path.display();
     let failure = Error::from(std::io::Error::from(error.kind()));
     let (message, hint) = match error.raw_os_error() {
-        Some(libc::ENOENT) => {
-            (format!("mount point {shown} does not exist"), format!("create it with `mkdir -p {shown}`"))
-        }
+        Some(libc::ENOENT) => (
+            format!("mount point {shown} does not exist"),
+            format!("create it with `mkdir -p {}`", quoted(path)),
+        ),
         Some(libc::ENOTCONN) => (
             format!("mount point {shown} is busy: a file system mounted there has died"),
-            format!("detach it with `umount -l {shown}`, then mount again"),
+            format!("detach it with `umount -l {}`, then mount again", quoted(path)),
         ),
         _ => {
             (format!("cannot use mount point {shown}: {error}"), "check the path and its permissions".into())

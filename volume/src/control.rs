@@ -443,7 +443,7 @@ async fn send(write: &mut (impl AsyncWriteExt + Unpin), reply: &Reply) -> Result
 /// mount to stop what it was asked for, whose outcome so far is then the last reply.
 ///
 /// # Errors
-/// `Unavailable` when nothing serves the socket or it ended without a last reply; `TooLarge` for a request that no
+/// `Denied` where the mount is another user's; `Unavailable` when nothing serves the socket or it ended without a last reply; `TooLarge` for a request that no
 /// mount would read; what the mount says failed, as `Invalid` with the mount's own words.
 pub async fn ask(
     socket: &Path,
@@ -458,7 +458,10 @@ pub async fn ask(
         let message = format!("a request of {} is too long for a mount", format_bytes(line.len() as u64));
         return Err(Error::new(ErrorKind::TooLarge, message).with_hint("name fewer paths at once"));
     }
-    let stream = UnixStream::connect(socket).await.map_err(|error| gone().with_source(error))?;
+    let stream = UnixStream::connect(socket).await.map_err(|error| match error.kind() {
+        std::io::ErrorKind::PermissionDenied => Error::from(error).context(socket.display()),
+        _ => gone().with_source(error),
+    })?;
     let (read, mut write) = stream.into_split();
     write.write_all(&line).await?;
     let mut replies = BufReader::new(read).lines();

@@ -93,7 +93,7 @@ pub(crate) fn run(global: &Global, arguments: &WarmupArguments) -> Result<ExitCo
     }
     // What this process keeps in its memory ends with it.
     let lost = if by_url { outcome.memory_only } else { 0 };
-    let failure = failure(&outcome, lost, arguments.dry_run);
+    let failure = failure(&outcome, lost, arguments.dry_run, arguments.pin);
     show::outcome(&outcome, arguments.dry_run, failure.is_none(), global.json)?;
     match failure {
         Some(failure) => Err(failure),
@@ -253,8 +253,9 @@ fn parse_list(text: &str) -> Result<Vec<String>> {
     }
 }
 
-/// Why the command fails, if it does; `lost` blocks go away with this process.
-fn failure(outcome: &Outcome, lost: u64, dry_run: bool) -> Option<Error> {
+/// Why the command fails, if it does; `lost` blocks go away with this process. What was to be pinned and is not stays no longer than
+/// any other.
+fn failure(outcome: &Outcome, lost: u64, dry_run: bool, pin: bool) -> Option<Error> {
     if outcome.cancelled {
         let Progress { done_bytes, bytes, .. } = outcome.progress;
         return Some(
@@ -262,8 +263,14 @@ fn failure(outcome: &Outcome, lost: u64, dry_run: bool) -> Option<Error> {
                 .with_hint("run it again: what is in the cache is not fetched again"),
         );
     }
-    if dry_run || (outcome.is_complete() && lost == 0) {
+    if dry_run {
         return None;
+    }
+    if outcome.is_complete() && lost == 0 {
+        let unpinned = outcome.failures.len();
+        let message = format!("{unpinned} of {} blocks are in the cache, and not pinned", outcome.blocks);
+        let hint = "see why above: a cache directory, and more room in it (--cache-size, `pin_bytes` of [volume.cache]), keeps more";
+        return (pin && unpinned > 0).then(|| Error::new(ErrorKind::Unavailable, message).with_hint(hint));
     }
     let absent = outcome.missing_blocks + lost;
     let message = format!("{absent} of {} blocks are not in the cache", outcome.blocks);
@@ -291,16 +298,23 @@ mod tests {
     #[test]
     fn a_warmup_fails_unless_everything_stays() {
         let whole = Outcome { blocks: 3, proved: 3, memory_only: 1, ..Outcome::default() };
-        assert!(failure(&whole, 0, false).is_none());
-        assert!(failure(&whole, 1, false).expect("lost").message().starts_with("1 of 3 blocks"));
+        assert!(failure(&whole, 0, false, true).is_none());
+        let unpinned = Outcome { failures: vec!["a: no room".into(); 2], ..whole.clone() };
+        assert!(failure(&unpinned, 0, false, false).is_none(), "the proof tells");
+        let told = failure(&unpinned, 0, false, true).expect("not pinned");
+        assert!(
+            told.message().starts_with("2 of 3 blocks") && told.message().contains("not pinned"),
+            "{told}"
+        );
+        assert!(failure(&whole, 1, false, false).expect("lost").message().starts_with("1 of 3 blocks"));
         let missing = Outcome { proved: 1, missing_blocks: 2, ..whole.clone() };
-        assert!(failure(&missing, 0, false).expect("missing").message().starts_with("2 of 3 blocks"));
-        assert!(failure(&missing, 0, true).is_none());
+        assert!(failure(&missing, 0, false, false).expect("missing").message().starts_with("2 of 3 blocks"));
+        assert!(failure(&missing, 0, true, false).is_none());
         let came = Outcome { blocks: 3, proved: 4, ..whole.clone() };
-        assert!(failure(&came, 0, false).is_none(), "a file was written meanwhile");
+        assert!(failure(&came, 0, false, false).is_none(), "a file was written meanwhile");
         let went = Outcome { missing_blocks: 1, ..whole.clone() };
-        assert!(failure(&went, 0, false).expect("missing").message().starts_with("1 of 3 blocks"));
+        assert!(failure(&went, 0, false, false).expect("missing").message().starts_with("1 of 3 blocks"));
         let cancelled = Outcome { cancelled: true, ..whole };
-        assert!(failure(&cancelled, 0, false).expect("cancelled").message().contains("cancelled"));
+        assert!(failure(&cancelled, 0, false, false).expect("cancelled").message().contains("cancelled"));
     }
 }

@@ -87,8 +87,10 @@ pub struct ImportSettings {
     /// Their group. Default 0.
     pub gid: u32,
     /// Permission bits of imported files. Default 0o644.
+    #[serde(deserialize_with = "mode")]
     pub file_mode: u16,
     /// Permission bits of imported directories. Default 0o755.
+    #[serde(deserialize_with = "mode")]
     pub dir_mode: u16,
     /// Milliseconds for which a directory's listing is taken as true. Default 60,000.
     pub ttl_ms: u64,
@@ -101,6 +103,15 @@ pub struct ImportSettings {
     /// Most directories that are listed ahead of one who reads those of a directory in order; 0 switches that off.
     /// Default 32: enough for 800 directories a second from a store 20 ms away.
     pub max_ahead: usize,
+}
+
+/// Permission bits. What is written as a decimal number, as 644 is, would be others than those that are meant.
+fn mode<'de, D: serde::Deserializer<'de>>(from: D) -> Result<u16, D::Error> {
+    let mode = u16::deserialize(from)?;
+    match mode <= 0o777 {
+        true => Ok(mode),
+        false => Err(serde::de::Error::custom(format!("{mode} is 0o{mode:o}: no mode"))),
+    }
 }
 
 impl Default for ImportSettings {

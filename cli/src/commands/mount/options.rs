@@ -115,7 +115,7 @@ impl Plan {
         });
         let given: Vec<_> = short.chain(long_options(arguments)).collect();
         for (name, value) in &given {
-            plan.apply(name, *value)?;
+            plan.apply(name, *value).map_err(|error| hinted(error, name))?;
         }
         if let Some(threads) = plan.mount.threads.filter(|threads| !(1..=MOST_THREADS).contains(threads)) {
             return Err(Error::invalid(format!(
@@ -312,6 +312,14 @@ fn ttl(seconds: f64) -> Result<Duration> {
 }
 
 /// Paths must still mean the same when the serving process has left this directory.
+/// Says how an option is written here that is known as one of the command line.
+fn hinted(error: Error, name: &str) -> Error {
+    match name.contains('-') && error.message().starts_with("unknown mount option") {
+        true => error.with_hint(format!("within -o it is written `{}`", name.replace('-', "_"))),
+        false => error,
+    }
+}
+
 fn absolute(path: &str) -> Result<PathBuf> {
     std::path::absolute(Path::new(path)).map_err(|error| Error::from(error).context(format!("path `{path}`")))
 }

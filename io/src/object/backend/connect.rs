@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use forebay_core::shell::quoted;
 use forebay_core::{Error, ErrorKind, Result};
 use object_store::RetryConfig;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
@@ -49,7 +50,7 @@ async fn directory(url: &BucketUrl) -> Result<Shared> {
         let error = Error::from(error).context(format!("directory of {url}"));
         match error.kind() {
             ErrorKind::NotFound => error
-                .with_hint(format!("check the path; if it is to be a new one: mkdir -p {}", path.display())),
+                .with_hint(format!("check the path; if it is to be a new one: mkdir -p {}", quoted(&path))),
             _ => error,
         }
     })?;
