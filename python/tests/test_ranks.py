@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import forebay
 import forebay.dcp
-from forebay import _native
+from forebay import _alike, _native
+from forebay._leaf import tensor_dtype, tensor_leaf
 from forebay._loading import state_tree, with_step
 
 from .conftest import Child, rounds, wait_until
@@ -343,6 +344,62 @@ def test_replicas_that_come_later_and_differ_are_refused(tmp_path: Path) -> None
         return checkpointer.steps()
 
     assert run_ranks(2, save, with_gloo=False) == [[1, 3]] * 2
+
+
+def test_replicas_that_drift_later_are_refused_and_named(tmp_path: Path) -> None:
+    """They were compared when they were new alone, and stored later as a mixture of what the ranks had."""
+
+    def save(rank: int) -> Any:
+        checkpointer = forebay.Checkpointer(tmp_path, replicated=["w", "still"])
+        state = {"w": torch.ones(4), "still": torch.arange(100_000.0).reshape(100, 1000).t(), "own": torch.zeros(3)}
+        checkpointer.save_now(1, state)
+        for step, differing in ((2, [rank] * 4), (3, [1, 1, 1, rank])):
+            state["w"].copy_(torch.tensor(differing))
+            state["own"].fill_(rank)
+            with pytest.raises(forebay.CheckpointError, match="`w` should be the same on ranks 0 and 1"):
+                checkpointer.save_now(step, state)
+        state["w"].fill_(5)
+        for step in (4, 5):
+            checkpointer.save_now(step, state)
+        checkpointer.close()
+        return checkpointer.steps()
+
+    assert run_ranks(2, save, with_gloo=False) == [[1, 4, 5]] * 2
+    assert torch.equal(forebay.load(tmp_path)["w"], torch.full((4,), 5.0))
+
+
+def test_parts_that_drift_are_told_to_ranks_that_do_not_hold_them(tmp_path: Path) -> None:
+    def save(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2, 2))
+        tensor = distribute_tensor(torch.arange(64.0).reshape(8, 8), mesh, [Replicate(), Shard(0)])
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save_now(1, {"w": tensor})
+            if rank == 3:
+                tensor.to_local()[1, 1] = -1
+            with pytest.raises(forebay.CheckpointError, match="`w` should be the same on ranks 1 and 3"):
+                checkpointer.save_now(2, {"w": tensor})
+            if rank == 3:
+                tensor.to_local()[1, 1] = 41
+            checkpointer.save_now(3, {"w": tensor})
+        return checkpointer.steps()
+
+    assert run_ranks(4, save) == [[1, 3]] * 4
+
+
+def test_samples_come_to_every_byte_of_what_ranks_have_alike() -> None:
+    """Dense tensors and others, also larger than a sample: an element that differs is found within some saves."""
+    for make in (lambda: torch.zeros(5000), lambda: torch.zeros(40, 125).t(), lambda: torch.zeros(5000, dtype=torch.bool)):
+        one, other = make(), make()
+        leaves = [[tensor_leaf("w", "w", tensor, tensor_dtype(tensor) or "")] for tensor in (one, other)]
+        groups = [_alike.Group((0, 1), [0])]
+        for row, column in ((0, 0), (0, -1), (-1, 0), (-1, -1)):
+            view = other if other.dim() == 2 else other.view(50, 100)
+            view[row, column] = 1
+            told = [[_alike.digests(groups, each, step) for each in leaves] for step in range(400)]
+            assert 0 < sum(_alike.have_drifted(groups, each) for each in told)
+            view[row, column] = 0
+            told = [[_alike.digests(groups, each, step) for each in leaves] for step in range(10)]
+            assert not any(_alike.have_drifted(groups, each) for each in told)
 
 
 def test_what_goes_wrong_on_one_rank_is_told_on_all(tmp_path: Path) -> None:

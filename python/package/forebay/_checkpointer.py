@@ -78,7 +78,8 @@ class Checkpointer(Saver):
         copy_threads: Threads that copy; by default up to four, as the processors allow, and up to 16 of a restore.
         agent_log: A file for whatever the agent process prints; by default it is dropped.
         replicated: Patterns (as of `fnmatch`) of names of plain tensors that all ranks have alike, such as `ema.*`. Of a
-            module's buffers those of the lowest rank count, as with DDP.
+            module's buffers those of the lowest rank count, as with DDP. What ranks have alike is compared in full when it is new,
+            and by samples at every save; where it differs the save is refused on all ranks, and says what.
         ranks: This rank and how many there are, all on this host; by default those of torch.distributed, or RANK and
             WORLD_SIZE of the environment. `(0, 1)` saves alone.
         flush_rate: Bytes a second that each rank's agent sends to the store at most, such as `200MiB`; by default as fast as
@@ -550,9 +551,10 @@ class Checkpointer(Saver):
             # Tells this try of the step from another one, of which something may be in the store.
             number = None if is_alone else secrets.randbits(64)
             texts = [_native.text_length(extra_name(name, self._ranks.rank), data) for name, data in extras]
+            samples = None if is_alone else self._planner.sample(flattener.leaves, structure, step)
             agreed = {"step": step, "tree": tree, "structure": structure, "round": number, "fate": fate, "texts": texts}
             keeps = None if self._replicas is None else self._replicas.say(self._session)
-            return {**agreed, "room": room, "held": self._session.held(), "trouble": fact, "keeps": keeps}
+            return {**agreed, "samples": samples, "room": room, "held": self._session.held(), "trouble": fact, "keeps": keeps}
 
         words = self._ranks.gather("save", take)
         steps = [word["step"] for word in words]
@@ -601,7 +603,8 @@ class Checkpointer(Saver):
         rank, number = self._ranks.rank, words[0]["round"]
         snapshot: Optional[_native.Snapshot] = None
         try:
-            shares = self._planner.plan(leaves, flattener.ties, [word["structure"] for word in words])
+            told = [word["structure"] for word in words], [word["samples"] for word in words]
+            shares = self._planner.plan(leaves, flattener.ties, *told)
             if self._planner.aliases:
                 extras = [(name, text) for (name, _), text in zip(extras, flattener.renamed(self._planner.aliases))]
             if rank > 0 and words[rank]["tree"] == words[0]["tree"]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 import hashlib
 import json
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Optional
 
 from . import _native
+from ._alike import Digests, Group, digests, grouped, have_drifted
 from ._errors import CheckpointInvalid
 from ._leaf import SIZES, Leaf, densify
 from ._ranks import Ranks
@@ -26,12 +27,14 @@ class Share:
 
 
 class Planner:
-    """Agrees with the other ranks who saves what; again only when some rank's state changed its structure."""
+    """Agrees with the other ranks who saves what; again only when some rank's state changed its structure, or what ranks have
+    alike seems to differ by now."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._structures: list[str] = []
         self._shares: list[Share] = []
+        self._groups: list[Group] = []
         self._beside: _native.Text = (0, 0)
         self.aliases: dict[str, str] = {}
         """Names of the last plan that mean a tensor of another name, and of which."""
@@ -50,16 +53,25 @@ class Planner:
         """What is equal as long as a plan may be kept."""
         return hashlib.sha256(json.dumps([ties, [_describe(leaf) for leaf in leaves]]).encode()).hexdigest()
 
-    def plan(self, leaves: list[Leaf], ties: Ties, structures: list[str]) -> list[Share]:
-        """This rank's shares; `structures` are those of all ranks. Raises `CheckpointInvalid` where a rank has a name for
-        what none of them has."""
+    def sample(self, leaves: list[Leaf], structure: str, step: int) -> Digests:
+        """What samples of what others have alike hash to, to be told to them; None where a plan has yet to be made, for which all
+        of it is compared."""
+        is_planned = bool(self._structures) and self._structures[self._ranks.rank] == structure
+        return digests(self._groups, leaves, step) if is_planned else None
+
+    def plan(self, leaves: list[Leaf], ties: Ties, structures: list[str], samples: list[Digests]) -> list[Share]:
+        """This rank's shares; `structures` are those of all ranks, and `samples` what each told. Raises `CheckpointInvalid` where
+        a rank has a name for what none of them has, and where ranks that have something alike have not."""
         if self._ranks.alone:
             self.aliases = aliases([ties])
             if ties:
                 _check_held([[_describe(leaf) for leaf in leaves]], [ties], self.aliases)
             kept = [(index, leaf) for index, leaf in enumerate(leaves) if not _is_again(leaf, self.aliases)]
             return [Share(index, leaf.name, leaf.part and (False, *leaf.part)) for index, leaf in kept]
-        if structures != self._structures:
+        told = [one for one in samples if one is not None]
+        if structures != self._structures or len(told) < len(samples) or have_drifted(self._groups, told):
+            # Where that fails, the next save compares anew.
+            self._structures = []
             self.aliases, self._shares = self._agree(leaves, ties)
             self._structures = structures
         return self._shares
@@ -72,14 +84,16 @@ class Planner:
         described = [
             [text for text in word["tensors"] if text["name"] not in again or not _is_part(text)] for word in words
         ]
-        alike = _alike(described)
-        # Whenever there is something new: after that equal steps keep equal what was equal.
-        if alike:
-            described = self._compare([leaves[index] for index in kept], alike)
+        holders = _holders(described)
+        places = [_place_of(text) for text in described[self._ranks.rank]]
+        self._groups = grouped(holders, dict(zip(places, kept)))
+        # Whenever there is something new: after that equal steps keep equal what was equal, which samples watch.
+        if holders:
+            described = self._compare([leaves[index] for index in kept], holders)
         planned, self._beside = _native.plan_shares([json.dumps(each) for each in described], self._ranks.rank)
         return again, [Share(kept[index], name, part) for index, name, part in planned]
 
-    def _compare(self, leaves: list[Leaf], hashed: frozenset[str]) -> list[list[dict[str, Any]]]:
+    def _compare(self, leaves: list[Leaf], hashed: Container[str]) -> list[list[dict[str, Any]]]:
         """What all ranks have, and of what is `hashed` the hashes."""
 
         def describe() -> dict[str, Any]:
@@ -126,12 +140,14 @@ def _place_of(described: dict[str, Any]) -> str:
     return json.dumps([described["name"], described["placement"]])
 
 
-def _alike(ranks: list[list[dict[str, Any]]]) -> frozenset[str]:
-    """What several ranks say that they have, and that must be the same there."""
-    counts: collections.Counter[str] = collections.Counter()
-    for described in ranks:
-        counts.update({_place_of(text) for text in described if text["placement"] not in ("local", "lead")})
-    return frozenset(place for place, count in counts.items() if count > 1)
+def _holders(ranks: list[list[dict[str, Any]]]) -> dict[str, list[int]]:
+    """What several ranks say that they have, and that must be the same there; and which ranks these are."""
+    holders: dict[str, list[int]] = {}
+    for rank, described in enumerate(ranks):
+        for text in described:
+            if text["placement"] not in ("local", "lead"):
+                holders.setdefault(_place_of(text), []).append(rank)
+    return {place: held for place, held in holders.items() if len(held) > 1}
 
 
 def _describe(leaf: Leaf) -> dict[str, Any]:
