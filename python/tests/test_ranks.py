@@ -203,6 +203,44 @@ def test_ddp_is_stored_once_and_goes_on_bit_equal(tmp_path: Path) -> None:
     assert run_ranks(2, resumed) == expected
 
 
+def test_what_ddp_ignores_comes_back_to_each_rank(tmp_path: Path) -> None:
+    """It was taken for a replica, and stored as a mixture of the ranks' own."""
+
+    def parts() -> dict[str, Any]:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8))
+        ignored = ["2.weight", "1.running_mean"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        ddp = DistributedDataParallel(model)
+        return {"model": ddp, "optim": torch.optim.AdamW(ddp.parameters(), lr=1e-2)}
+
+    def own(state: dict[str, Any]) -> list[Any]:
+        weight = state["model"].module[2].weight
+        tensors = [weight, state["model"].module[1].running_mean, state["optim"].state[weight]["exp_avg"]]
+        return [tensor.tolist() for tensor in tensors]
+
+    def save(rank: int) -> Any:
+        state = parts()
+        torch.manual_seed(rank)
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            for step in (1, 2):
+                state["model"](torch.randn(16, 8)).square().mean().backward()
+                state["optim"].step()
+                checkpointer.save_now(step, state)
+        return own(state)
+
+    def restore(rank: int) -> Any:
+        state = parts()
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            assert checkpointer.restore(state) == 2
+        return own(state)
+
+    saved = run_ranks(2, save)
+    assert saved[0] != saved[1] and run_ranks(2, restore) == saved
+    names = [tensor["name"] for tensor in body_of(tmp_path, 2)["tensors"]]
+    assert "model.0.weight" in names and "model.2.weight@1" in names
+
+
 def sum_of(body: dict[str, Any], suffix: str) -> int:
     named = [tensor for tensor in body["tensors"] if tensor["name"].endswith(suffix)]
     return sum(part["end"] - part["start"] for tensor in named for part in tensor["slices"])

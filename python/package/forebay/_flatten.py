@@ -60,6 +60,7 @@ class Flattener:
         self._allow_pickle = allow_pickle
         self._replicated = replicated
         self._is_replicated = False
+        self._ignored: frozenset[int] = frozenset()
         self._buffers: frozenset[int] = frozenset()
         self._plain = plain_kinds()
         self._names: set[str] = set()
@@ -238,7 +239,7 @@ class Flattener:
     def _place(self, leaf: Leaf) -> None:
         """Whether other ranks have a plain tensor as well: those of DDP, and those that the user named."""
         named = self._replicated and any(fnmatch.fnmatchcase(leaf.name, pattern) for pattern in self._replicated)
-        if named or self._is_replicated:
+        if named or (self._is_replicated and leaf.source.data_ptr() not in self._ignored):
             # DDP keeps parameters equal; of buffers it takes rank 0's.
             leaf.placement = "lead" if leaf.source.data_ptr() in self._buffers else "replicated"
 
@@ -304,14 +305,15 @@ class Flattener:
             raise TypeError(f"{path.replace(_OBJECT, '')}: {text}")
         self._enter(value, path.replace(_OBJECT, ""))
         kind, state = state_of(value, self._pairs)
-        was = self._is_late, self._is_replicated, self._buffers
+        was = self._is_late, self._is_replicated, self._ignored, self._buffers
         self._is_late = self._is_late or kind in ("optimizer", "optimizer-own")
-        self._is_replicated = self._is_replicated or self._pairs.is_replicated(value)
+        if self._pairs.is_replicated(value):
+            self._is_replicated, self._ignored = True, self._pairs.ignored_addresses(value)
         self._buffers = self._buffers | buffer_addresses(value)
         try:
             return {"t": "object", "k": kind, "v": self._node(state, path + _OBJECT, name)}
         finally:
-            self._is_late, self._is_replicated, self._buffers = was
+            self._is_late, self._is_replicated, self._ignored, self._buffers = was
             self._open.discard(id(value))
 
     def _pickle(self, value: Any, path: str, name: str) -> Node:

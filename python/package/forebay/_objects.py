@@ -80,6 +80,21 @@ class Pairs:
             value = self.module_of(value)
         return isinstance(uncompiled(value), torch.nn.parallel.DistributedDataParallel)
 
+    def ignored_addresses(self, value: Any) -> frozenset[int]:
+        """Where the bytes are of what DDP was told to leave alone (`_set_params_and_buffers_to_ignore_for_model`), with the state
+        that an optimizer has of it: each rank's own, for nothing keeps them equal."""
+        is_optimizer = isinstance(value, torch_module().optim.Optimizer)
+        wrapped = uncompiled(self.module_of(value) if is_optimizer else value)
+        names = getattr(wrapped, "parameters_to_ignore", ())
+        if not names:
+            return frozenset()
+        named = [*wrapped.module.named_parameters(), *wrapped.module.named_buffers()]
+        found = [tensor for name, tensor in named if name in names]
+        if is_optimizer:
+            found = [part for tensor in found for part in value.state.get(tensor, {}).values()]
+        tensors = (part for part in found if isinstance(part, torch_module().Tensor) and _is_strided(part))
+        return frozenset(tensor.data_ptr() for tensor in tensors if tensor.numel() > 0)
+
     def has_parts(self) -> bool:
         """Whether a module's parameters are tensors that several ranks hold together."""
         return any(
