@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any, Callable
@@ -148,20 +149,63 @@ def test_an_agent_that_was_killed_is_told_and_replaced(tmp_path: Path) -> None:
         assert _native.verify(f"file://{tmp_path}/{seed}", None) == []
 
 
-def test_a_tensor_that_changes_under_the_copy_is_named(tmp_path: Path) -> None:
-    state = parts(0)
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_a_step_is_sealed_though_no_call_comes(tmp_path: Path, has_optimizer: bool) -> None:
+    """With the hook it was sealed by the next call: an evaluation that was killed cost the step, which lay whole in memory."""
+
+    def train(report: Callable[[str], None]) -> None:
+        checkpointer = forebay.Checkpointer(tmp_path, every=1)
+        checkpointer.before_optimizer_step()
+        # Without parameters nothing is copied behind the training.
+        state = parts(0) if has_optimizer else {"ballast": parts(0)["ballast"]}
+        save = checkpointer.step(1, state)
+        assert save is not None
+
+        def is_sealed() -> bool:
+            checkpointer._session.take_replies(0.1)
+            return save.sealed
+
+        wait_until(is_sealed, 20)
+        wait_until(lambda: "forebay-seal" not in [thread.name for thread in threading.enumerate()])
+        report("sealed")
+        signal.pause()
+
+    child = Child(train)
+    assert child.line() == "sealed"
+    child.kill()
+    with forebay.Checkpointer(tmp_path) as checkpointer:
+        wait_until(lambda: checkpointer.latest() == 1)
+    assert torch.equal(forebay.load(tmp_path)["ballast"], parts(0)["ballast"])
+
+
+@pytest.mark.parametrize("is_seen_behind", [False, True])
+def test_a_tensor_that_changes_under_the_copy_is_named(tmp_path: Path, is_seen_behind: bool) -> None:
+    """By the next call, also where the thread that was to seal the step saw it first."""
+    state, may_seal = parts(0), threading.Event()
     with forebay.Checkpointer(tmp_path, every=1) as checkpointer:
         checkpointer.before_optimizer_step()
-        save = checkpointer.step(1, state)
+        seal = checkpointer._seal_behind
+
+        def seal_behind(staging: Any) -> None:
+            assert may_seal.wait(60)
+            seal(staging)
+
+        checkpointer._seal_behind = seal_behind  # type: ignore[method-assign]
+        save, staging = checkpointer.step(1, state), checkpointer._staging
+        assert staging is not None
         with torch.no_grad():
             state["model"][0].weight.add_(1)
+        if is_seen_behind:
+            may_seal.set()
+            wait_until(lambda: staging.failure is not None)
         with pytest.raises(forebay.CheckpointMutated, match=r"step 1 was not saved: state\['model'\].0.weight changed"):
             checkpointer.before_optimizer_step()
         assert save is not None
         with pytest.raises(forebay.CheckpointMutated):
             save.wait_durable(60)
         again = checkpointer.step(2, state)
-        assert again is not None and not again.sealed
+        assert again is not None and (is_seen_behind or not again.sealed)
+        may_seal.set()
         assert again.wait_staged(60) and again.staged and again.wait_durable(60)
         assert checkpointer.steps() == [2]
 

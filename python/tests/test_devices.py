@@ -296,7 +296,6 @@ def test_a_change_before_the_device_has_copied_is_told(driver: Path, tmp_path: P
         tmp_path,
         BEHIND
         + """
-may_end.set()
 train()
 with forebay.Checkpointer(url, every=1) as checkpointer:
     checkpointer.before_optimizer_step()
@@ -307,6 +306,7 @@ with forebay.Checkpointer(url, every=1) as checkpointer:
         checkpointer.before_optimizer_step()
     except forebay.CheckpointMutated as error:
         print(error)
+    may_end.set()
     assert checkpointer.step(2, state).wait_durable()
 """,
     )

@@ -15,7 +15,7 @@ import torch
 
 import forebay
 
-from .conftest import Instead, put_elsewhere, wait_until
+from .conftest import Instead, leave_to_the_next_call, put_elsewhere, wait_until
 from .test_ranks import run_ranks
 
 
@@ -259,6 +259,7 @@ def spoilt(checkpointer: forebay.Checkpointer, step: int) -> Any:
     """Begins a save whose tensors are changed while they are copied."""
     model = torch.nn.Linear(300, 300)
     checkpointer.before_optimizer_step()
+    leave_to_the_next_call(checkpointer)
     save = checkpointer.save_now(step, {"model": model})
     with torch.no_grad():
         model.weight.add_(1)

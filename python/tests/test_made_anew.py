@@ -19,7 +19,7 @@ import torch
 import forebay
 from forebay import _native
 
-from .conftest import Gate, wait_until
+from .conftest import Gate, leave_to_the_next_call, wait_until
 from .test_crash import is_running
 from .test_ranks import run_ranks
 from .test_restart import LINGER_S, end
@@ -215,6 +215,7 @@ def test_a_copy_under_way_is_sealed_unless_it_was_changed(tmp_path: Path, has_ch
     # Its agent is up then: one that is late hears that a later start took over, see docs/promises.md.
     first.wait()
     first.before_optimizer_step()
+    leave_to_the_next_call(first)
     first.step(2, state)
     if has_changed:
         with torch.no_grad():

@@ -19,7 +19,7 @@ import torch
 import forebay
 from forebay import _errors
 
-from .conftest import arenas_of
+from .conftest import arenas_of, leave_to_the_next_call
 from .test_failures import begun, fail, mend, spoilt, state
 from .test_ranks import run_ranks
 
@@ -134,6 +134,7 @@ def test_memory_that_is_being_copied_stays_where_its_tensor_is_given_other(tmp_p
     state = {"module": module, "optim": optim}
     with forebay.Checkpointer(tmp_path) as checkpointer:
         checkpointer.before_optimizer_step()
+        leave_to_the_next_call(checkpointer)
         save = checkpointer.save_now(1, state)
         momentum.data = torch.zeros(300_000)
         assert seen() is not None, "it is read in the background"
@@ -181,6 +182,7 @@ def test_memory_outlives_its_copy_where_nobody_closes_the_checkpointer(tmp_path:
     checkpointer = forebay.Checkpointer(tmp_path, copy_threads=1)
     checkpointer.save_now(1, state(1)).wait_durable(60)
     checkpointer.before_optimizer_step()
+    leave_to_the_next_call(checkpointer)
     before = threads()
     checkpointer.save_now(2, {"optim": optim})
     for _ in range(10_000):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any, Callable
 
@@ -112,11 +113,12 @@ def late_copies(checkpointer: forebay.Checkpointer) -> list[int]:
     session, begun = checkpointer._session, list[int]()
 
     def begin(*given: Any) -> Any:
-        snapshot, copies = session.begin(*given), list[Any]()
+        snapshot, copies, joined = session.begin(*given), list[Any](), threading.Event()
 
         def join() -> None:
             snapshot.copy_in_background(*copies)
             snapshot.join()
+            joined.set()
 
         def copy_in_background(*what: Any) -> None:
             copies.extend(what)
@@ -126,7 +128,8 @@ def late_copies(checkpointer: forebay.Checkpointer) -> list[int]:
             session.abandon(snapshot)
 
         checkpointer._session = Instead(session, seal=lambda held, *rest: session.seal(snapshot, *rest), abandon=given_up)
-        return Instead(snapshot, join=join, copy_in_background=copy_in_background)
+        # Who would seal it once it is copied waits, too.
+        return Instead(snapshot, join=join, copy_in_background=copy_in_background, await_end=joined.wait)
 
     checkpointer._session = Instead(session, begin=begin)
     return begun

@@ -632,7 +632,8 @@ class Checkpointer(Saver):
             self._schedule.begin_anew()
         self._last = save
         self._past.append(save._record)
-        if not self._hook_is_used:
+        staging = self._staging
+        if staging is None or not (self._hook_is_used and staging.late and self._seal_later(staging)):
             self._finish_staging()
         save._record.returned_at = now()
         return save

@@ -188,7 +188,9 @@ class Staging:
     is_read = False
     """Whether the state may change: what is left is to checksum the copy, and to seal it."""
     has_thread = False
-    """Whether a thread does that."""
+    """Whether a thread waits for that, to seal it."""
+    failure: Optional[CheckpointError] = None
+    """Why it will not be sealed, as nobody raised it: see `anew`."""
 
     def __init__(
         self,
@@ -219,6 +221,25 @@ class Staging:
             check_unchanged(self.save.step, self.late)
             self.save._record.staged_at = now()
             self.is_read = True
+
+    def finish(self) -> None:
+        """Waits for the copy. Raises what it failed with, or that something was changed before it ended; again each time."""
+        if self.failure is None:
+            try:
+                self.snapshot.join()
+                self.end_reading()
+                return
+            except CheckpointError as error:
+                self.failure = anew(error)
+        raise anew(self.failure)
+
+    def is_fit(self) -> bool:
+        """Waits for the copy; whether it can be sealed."""
+        try:
+            self.finish()
+        except CheckpointError:
+            return False
+        return True
 
 
 def now() -> float:

@@ -310,8 +310,7 @@ class Saver:
                 return
             save = staging.save
             try:
-                staging.snapshot.join()
-                staging.end_reading()
+                staging.finish()
                 save._record.native = self._session.seal(
                     staging.snapshot, save.step, staging.round, staging.created_ms, staging.extras
                 )
@@ -333,7 +332,7 @@ class Saver:
         before this returns."""
         with self._lock:
             staging = self._staging
-            if staging is None or staging.has_thread:
+            if staging is None or staging.is_read:
                 return
             if not staging.is_far or not staging.snapshot.await_sources() or staging.is_copied:
                 self._finish_staging()
@@ -343,13 +342,20 @@ class Saver:
             except CheckpointError as error:
                 self._end_staging(staging, error)
                 raise
+            if not self._seal_later(staging):
+                self._finish_staging()
+
+    def _seal_later(self, staging: Staging) -> bool:
+        """Has a thread seal a snapshot once it is copied, however long no call comes; False where there is no thread for it."""
+        if not staging.has_thread:
             try:
                 # A process that ends waits for it: no daemon.
                 threading.Thread(target=self._seal_behind, args=(staging,), name="forebay-seal").start()
-                staging.has_thread = True
             except RuntimeError:
                 # The interpreter is about to end, or the host gives no thread.
-                self._finish_staging()
+                return False
+            staging.has_thread = True
+        return True
 
     def _seal_behind(self, staging: Staging) -> None:
         staging.snapshot.await_end()
@@ -358,7 +364,8 @@ class Saver:
             if self._staging is not staging or not threading.main_thread().is_alive():
                 return
         try:
-            if self._staging is staging:
+            # What went wrong before the state might change is raised by the next call, which leaves it unchanged.
+            if self._staging is staging and (staging.is_read or staging.is_fit()):
                 self._finish_sealing()
         finally:
             self._lock.release()
