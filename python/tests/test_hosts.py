@@ -25,7 +25,7 @@ from forebay._ranks import Ranks
 from .conftest import PATIENCE_S, SCALE, Child
 from .hosts import Hosts, Report, hosts, train  # noqa: F401  (one is a fixture)
 from .test_dcp import everything, numbers, whole
-from .test_ranks import fsdp_parts, fsdp_values
+from .test_ranks import fsdp_parts, fsdp_values, run_ranks
 from .test_reading import read_bytes
 
 
@@ -325,17 +325,26 @@ def test_what_jobs_on_several_hosts_do_without_is_told(hosts: Hosts, tmp_path: P
 @pytest.mark.parametrize(
     "given, expected",
     [
-        ({}, False),
+        ({}, None),
         ({"LOCAL_WORLD_SIZE": "8"}, False),
         ({"LOCAL_WORLD_SIZE": "4"}, True),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, True),
         ({"MPI_LOCALNRANKS": "8", "SLURM_STEP_NUM_NODES": "2"}, False),
         ({"SLURM_STEP_NUM_NODES": "2"}, True),
         ({"SLURM_STEP_NUM_NODES": "1"}, False),
-        ({"LOCAL_WORLD_SIZE": "many"}, False),
+        ({"LOCAL_WORLD_SIZE": "many"}, None),
+        # DeepSpeed's launcher, of which each host has one; Horovod's; Cray's PALS.
+        ({"LOCAL_SIZE": "4", "CROSS_SIZE": "2"}, True),
+        ({"LOCAL_SIZE": "8", "CROSS_SIZE": "1"}, False),
+        ({"HOROVOD_LOCAL_SIZE": "4"}, True),
+        ({"PALS_LOCAL_SIZE": "4"}, True),
+        # One that torchrun started there counts.
+        ({"LOCAL_WORLD_SIZE": "8", "LOCAL_SIZE": "1"}, False),
     ],
 )
-def test_what_launchers_say_of_hosts_is_known(given: dict[str, str], expected: bool, monkeypatch: Any) -> None:
+def test_what_launchers_say_of_hosts_is_known(
+    given: dict[str, str], expected: Optional[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in (*_hosts._HERE, _hosts._NODES):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
@@ -348,3 +357,37 @@ def test_addresses_are_those_that_others_can_reach(monkeypatch: Any) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.91.7.200")
     found: Optional[list[str]] = _hosts.addresses()
     assert found and "10.91.7.200" in found and not any(address.startswith("127.") for address in found)
+
+
+def test_hosts_that_no_launcher_tells_of_find_each_other(hosts: Hosts, tmp_path: Path) -> None:
+    """They waited for ten minutes, and were told how to save alone: over each other."""
+
+    def work(rank: int) -> Any:
+        for name in (*_hosts._HERE, _hosts._NODES):
+            os.environ.pop(name, None)
+        state = {"own": torch.full((9,), float(rank))}
+        with forebay.Checkpointer(tmp_path / "run", patience=30.0) as checkpointer:
+            assert checkpointer.restore(state) is None
+            checkpointer.save_now(1, state)
+            checkpointer.wait()
+            state["own"].zero_()
+            checkpointer.restore(state)
+            ranks = checkpointer._ranks
+            told = [ranks.are_spread, ranks.hosts(), ranks.here(), float(state["own"].sum())]
+        with pytest.raises(forebay.CheckpointInvalid, match="this one's are on several"):
+            forebay.Checkpointer(tmp_path / "run", local=str(tmp_path / "copies")).save_now(2, state)
+        return told
+
+    expected = [[True, [0, 0, 2, 2], [rank // 2 * 2, rank // 2 * 2 + 1], 9.0 * rank] for rank in range(4)]
+    assert hosts.run(4, work) == expected
+
+
+def test_ranks_of_one_host_that_no_launcher_tells_of_meet_there(tmp_path: Path) -> None:
+    def work(rank: int) -> Any:
+        assert not {*_hosts._HERE, _hosts._NODES} & {*os.environ}
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save_now(1, {"own": torch.full((9,), float(rank))})
+            ranks = checkpointer._ranks
+        return [ranks.are_told_apart, ranks.are_spread, ranks.here()]
+
+    assert run_ranks(2, work) == [[None, False, [0, 1]]] * 2

@@ -40,7 +40,8 @@ def test_whoever_waits_for_ranks_says_which_and_how_to_save_alone(
     told = f"waits for rank 1 of 2 to restore or save at file://{tmp_path}, for 1 s at most"
     hint = "to save alone, pass ranks=(0, 1)"
     more = ", or unset RANK and WORLD_SIZE in the environment"
-    assert waiting(capfd, tmp_path) == f"forebay: rank 0 {told} (hint: {hint}{more})\n"
+    several = "where ranks are on several hosts, set LOCAL_WORLD_SIZE, how many this one has, and call init_process_group first; "
+    assert waiting(capfd, tmp_path) == f"forebay: rank 0 {told} (hint: {several}{hint}{more})\n"
     assert waiting(capfd, tmp_path, ranks=(0, 2)) == f"forebay: rank 0 {told} (hint: {hint})\n"
     told = told.replace("rank 1 of 2", "rank 0 of 2")
     assert waiting(capfd, tmp_path, ranks=(1, 2)) == f"forebay: rank 1 {told} (hint: {hint})\n"

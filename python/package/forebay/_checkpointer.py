@@ -163,7 +163,7 @@ class Checkpointer(Saver):
         self._rng, self._allow_pickle, self._replicated = rng, allow_pickle, given["replicated"]
         place, start, signals = bucket_url(url), new_start(), numbers_of(on_signal)
         group = Ranks(place, given["ranks"], given["patience"])
-        self._restore_threads = given["copy_threads"] or restore_threads(None if group.are_spread else group.world_size)
+        self._restore_threads = given["copy_threads"] or restore_threads(None if group.are_told_apart else group.world_size)
         self._snapshots: int = given["snapshots"]
         self._open_session = partial(
             open_session, place, given["keep"], given["keep_every"], given["flush_rate"], self._snapshots

@@ -14,8 +14,11 @@ from . import _native
 from ._errors import CheckpointUnavailable
 from ._leaf import torch_module
 
-_HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-"""Where launchers say how many ranks this host has: torchrun and those like it, Open MPI, MPICH and Intel MPI."""
+_HERE = (
+    "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "HOROVOD_LOCAL_SIZE", "LOCAL_SIZE"
+)
+"""Where launchers say how many ranks this host has: torchrun and those like it, Open MPI, MPICH and Intel MPI, Cray's PALS,
+Horovod, DeepSpeed."""
 _NODES = "SLURM_STEP_NUM_NODES"
 """Where Slurm says on how many hosts they are."""
 
@@ -25,13 +28,16 @@ _PAUSES_S = (0.02, 0.5)
 """The first and the longest pause between two looks for what rank 0 says."""
 
 
-def launched_on_several(world_size: int) -> bool:
-    """Whether the job's ranks are on several hosts, as what launched them says; where nothing does, they are not."""
+def launched_on_several(world_size: int) -> Optional[bool]:
+    """Whether the job's ranks are on several hosts, as what launched them says; None where nothing does."""
+    if world_size == 1:
+        return False
     for name in _HERE:
         with contextlib.suppress(ValueError):
             if name in os.environ:
                 return int(os.environ[name]) < world_size
-    return world_size > 1 and os.environ.get(_NODES, "1").strip() not in ("", "0", "1")
+    nodes = os.environ.get(_NODES, "").strip()
+    return nodes not in ("0", "1") if nodes else None
 
 
 def torch_store() -> Optional[Any]:
@@ -61,7 +67,8 @@ def come(store: Any, name: str, place: str, patience_s: float) -> Optional[_nati
 
     Raises `CheckpointUnavailable` where it does not say where it is in time, or cannot be reached there.
     """
-    deadline, pause, tried = time.monotonic() + patience_s, _PAUSES_S[0], "it has not come so far"
+    deadline, pause = time.monotonic() + patience_s, _PAUSES_S[0]
+    who, tried = "rank 0", "it has not come so far"
     while True:
         if store.check([name]):
             # Again each time: it may have been another, earlier process's.
@@ -71,9 +78,9 @@ def come(store: Any, name: str, place: str, patience_s: float) -> Optional[_nati
             arrival = _native.Arrival.at(said["addresses"], said["port"], said["secret"], _ATTEMPT_S)
             if arrival is not None:
                 return arrival
-            tried = f"it is at none of {', '.join(said['addresses'])} (port {said['port']})"
+            who, tried = "rank 0, on another host,", f"it is at none of {', '.join(said['addresses'])} (port {said['port']})"
         if time.monotonic() > deadline:
-            text = f"rank 0, on another host, was not reached within {patience_s:g} s: {tried}"
+            text = f"{who} was not reached within {patience_s:g} s: {tried}"
             raise CheckpointUnavailable(f"{text} (hint: hosts of a job must reach each other by TCP, at any port)")
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES_S[1])

@@ -26,9 +26,9 @@ class LocalCopies:
     """A directory of this host that has the newest steps of a job, all its ranks' parts of them."""
 
     def __init__(self, url: str, ranks: Ranks, directory: str, keep: int, ceiling: Optional[str]) -> None:
-        if ranks.are_spread:
-            text = f"local={directory!r}: copies are kept of jobs whose ranks are on one host, and this one's are on several"
-            raise CheckpointInvalid(f"{text} (hint: leave it out; memory and the store have the steps)")
+        self._given = directory
+        if ranks.are_told_apart:
+            self._refuse()
         self._url = url
         self._ranks = ranks
         self._keep = keep
@@ -58,6 +58,8 @@ class LocalCopies:
         None where there is none, the store has a newer one, the job was started elsewhere since, or all are damaged, which
         is a warning.
         """
+        if self._ranks.are_spread:
+            self._refuse()
         self.passed_over, self.has_touched, self.seen = [], False, None
         self._starts, self._resumes = [], None
         words = self._ranks.gather("look for local copies", self._look)
@@ -96,6 +98,10 @@ class LocalCopies:
             self._seen = seen if store is None else store.number
             return used
         return None
+
+    def _refuse(self) -> None:
+        text = f"local={self._given!r}: copies are kept of jobs whose ranks are on one host, and this one's are on several"
+        raise CheckpointInvalid(f"{text} (hint: leave it out; memory and the store have the steps)")
 
     def _open(self, named: _native.Named) -> _native.Step:
         return self._patiently(lambda: _native.open_local(self._directory, named))
@@ -144,6 +150,8 @@ class LocalCopies:
 
     def announce(self, session: _native.Session, nonce: str) -> None:
         """Has the agent of a session keep copies there."""
+        if self._ranks.are_spread:
+            self._refuse()
         if not self._has_begun:
             self._has_begun = True
             lineage = [*self._starts, nonce], self._seen

@@ -48,6 +48,8 @@ class Ranks:
         self._numbers = numbers
         self._near: Optional[Ranks] = None
         self._found: Optional[tuple[int, int]] = None
+        self._are_apart: Optional[bool] = None
+        """Whether they found that they are on several hosts, where nothing told it."""
         self._group: Optional[_native.Group] = None
         self._acts: list[str] = []
         """What this rank is at, within one another."""
@@ -71,8 +73,20 @@ class Ranks:
 
     @property
     def are_spread(self) -> bool:
-        """Whether they are on several hosts."""
-        return self._given is None and launched_on_several(self.world_size)
+        """Whether they are on several hosts. Where nothing told that, they meet first."""
+        told = self.are_told_apart if self._are_apart is None else self._are_apart
+        if told is None:
+            told = self._are_apart = len(set(self._join().hosts())) > 1
+        return told
+
+    @property
+    def are_told_apart(self) -> Optional[bool]:
+        """Whether they are on several hosts, as far as that is known without the others; None where they have to meet first."""
+        if self._given is not None:
+            return False
+        told = launched_on_several(self.world_size)
+        # Ranks of several hosts meet through torch.distributed alone.
+        return False if told is None and torch_store() is None else told
 
     def here(self) -> list[int]:
         """The ranks of this host, this one among them."""
@@ -220,15 +234,18 @@ class Ranks:
             hint = "to save alone, pass ranks=(0, 1)"
             if self._given is None and _numbers_of_torch() is None:
                 hint += ", or unset RANK and WORLD_SIZE in the environment"
-            with Presence(name, self._find(), text, hint, self.are_spread):
-                door, arrival = self._ways()
+                if launched_on_several(self.world_size) is None:
+                    several = "where ranks are on several hosts, set LOCAL_WORLD_SIZE, how many this one has"
+                    hint = f"{several}, and call init_process_group first; {hint}"
+            told = self.are_told_apart
+            with Presence(name, self._find(), text, hint, bool(told)):
+                # Where it is not known, they find out by what rank 0 says of its host.
+                door, arrival = (None, None) if told is False else self._ways()
                 self._group = _native.Group(name, self._find(), meeting_place(), self._patience_s, door, arrival)
         return self._group
 
     def _ways(self) -> tuple[Optional[_native.Door], Optional[_native.Arrival]]:
         """Rank 0's door for ranks of other hosts, or the way of one of these to it."""
-        if not self.are_spread:
-            return None, None
         store = torch_store()
         if store is None:
             text = f"the job has {self.world_size} ranks on several hosts, which meet through torch.distributed"

@@ -415,7 +415,8 @@ class Reader(StorageReader):  # type: ignore[misc]
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         step = self._present().step
         ranks = Ranks(self._url, None, _PATIENCE_S)
-        job = ranks.world_size if ranks.are_spread else 0
+        # Where nothing told it, their places do.
+        job = 0 if ranks.are_told_apart is False else ranks.world_size
         return dataclasses.replace(plan, storage_data=Reading(step.step, step.commit, meeting_place(), job))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
