@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import forebay
-from forebay import _native
+from forebay import _loading, _native
 from forebay._merge import asked, left_by_all, merged, refuse_mark
 from forebay.convert import to_dcp, to_hugging_face
 
@@ -562,3 +564,39 @@ def test_groups_of_optimizers_are_merged_by_their_options() -> None:
     for groups_asked, words in ((["a", "d"], "no one group of options"), (["a", "e"], "the checkpoint lacks 'e'")):
         with pytest.raises(forebay.CheckpointMismatch, match=words):
             ask(groups_asked)
+
+class ManyRanks:
+    """A step of 512 ranks that have one tree: its tensors are alike but for one of each rank's own, or of the last one's."""
+
+    step, world_size = 1, 512
+
+    def __init__(self, own: Sequence[int]) -> None:
+        self._names = ["w", "v"] + [f"own@{rank}" for rank in own] + ([] if len(own) == self.world_size else ["own"])
+        self.listed = self.asked = 0
+
+    def tensors(self) -> list[tuple[str, str, list[int], int]]:
+        self.listed += 1
+        return [(name, "float32", [4], 16) for name in self._names]
+
+    def extra(self, name: str) -> Optional[str]:
+        nodes = [[name, {"t": "tensor", "n": name}] for name in ("w", "v", "own")]
+        return json.dumps({"t": "dict", "v": nodes}) if name == "state" else None
+
+    def are_same(self, one: int, other: int) -> bool:
+        self.asked += 1
+        return one == other
+
+
+@pytest.mark.parametrize("own, parsed", [([], 1), ([511], 2), (range(512), 512)])
+def test_trees_of_many_ranks_are_merged_without_listing_all_for_each(
+    own: Sequence[int], parsed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 listed all tensors, of which there are as many as ranks, twice for each rank."""
+    checked, plain = [], _loading.check_tree
+    monkeypatch.setattr(_loading, "check_tree", lambda *given: checked.append(plain(*given)))
+    step: Any = ManyRanks(own)
+    tree, differing = _loading._merged(step, range(512))
+    assert (step.listed, len(checked)) == (1, parsed)
+    assert differing == (["state['own']"] if own else [])
+    assert tree["v"][0] == ["w", {"t": "tensor", "n": "w"}] and (not own or tree["v"][2][1]["t"] == "differs")
+    assert step.asked <= 3 * 512

@@ -470,18 +470,30 @@ def _has_own(step: _native.Step, rank: int, names: Iterable[str], known: Contain
 
 
 def _merged(step: _native.Step, ranks: Sequence[int], first_counts: bool = False) -> tuple[Node, list[str]]:
-    trees = [(rank, state_tree(step, rank)) for rank in ranks]
-    for rank, tree in trees:
-        rename(tree, Tensors(step, 1, rank).full_name)
-    return merged(trees, Tensors(step, 1, NOBODY).are_same, first_counts)
+    tensors = Tensors(step, 1, NOBODY)
+    own = tensors.own()
+    made: dict[tuple[str, tuple[str, ...]], Node] = {}
+    trees: list[tuple[int, Node]] = []
+    for rank in ranks:
+        # Ranks whose trees say the same, and none of whose tensors are their own, have one.
+        key = _state_text(step, rank), tuple(own.get(str(rank), ()))
+        if key not in made:
+            made[key] = parse(step, key[0], rank, tensors)
+            rename(made[key], tensors.of(rank).full_name)
+        trees.append((rank, made[key]))
+    return merged(trees, tensors.are_same, first_counts)
 
 
 def state_tree(step: _native.Step, rank: int) -> Node:
     """The state as a rank of the saving job had it."""
+    return parse(step, _state_text(step, rank), rank)
+
+
+def _state_text(step: _native.Step, rank: int) -> str:
     text = _extra(step, "state", rank) or _extra(step, "state", 0)
     if text is None:
         raise CheckpointCorrupt(f"step {step.step} has no state")
-    return parse(step, text, rank)
+    return text
 
 
 def extra_name(name: str, rank: int) -> str:
@@ -493,9 +505,9 @@ def _extra(step: _native.Step, name: str, rank: int) -> Optional[str]:
     return step.extra(extra_name(name, rank))
 
 
-def parse(step: _native.Step, text: str, rank: int) -> Node:
-    """The tree of an extra of a rank."""
-    tensors = Tensors(step, 1, rank)
+def parse(step: _native.Step, text: str, rank: int, known: Optional[Tensors] = None) -> Node:
+    """The tree of an extra of a rank; of a step whose tensors are known they are not listed again."""
+    tensors = Tensors(step, 1, rank) if known is None else known.of(rank)
     try:
         tree = json.loads(text)
         check_tree(tree, lambda name: tensors.entry(name)[1:])

@@ -39,17 +39,28 @@ NOBODY = -1
 """No rank."""
 
 
+Entry = tuple[int, str, list[int]]
+"""Of a tensor of a step its index, element type and shape."""
+
+
+def entries_of(step: _native.Step) -> dict[str, Entry]:
+    """The tensors of a step by their names there."""
+    return {name: (index, dtype, shape) for index, (name, dtype, shape, _) in enumerate(step.tensors())}
+
+
 class Tensors:
     """The tensors of a step, on `read` read into live ones that were bound, and into fresh memory.
 
     `rank` is the one of the saving job whose own tensors are meant; with `NOBODY` names are those in the step.
     """
 
-    def __init__(self, step: _native.Step, threads: int, rank: int = 0) -> None:
+    def __init__(
+        self, step: _native.Step, threads: int, rank: int = 0, entries: Optional[dict[str, Entry]] = None
+    ) -> None:
         self._step = step
         self._threads = threads
         self._rank = rank
-        self._entries = {name: (index, dtype, shape) for index, (name, dtype, shape, _) in enumerate(step.tensors())}
+        self._entries = entries_of(step) if entries is None else entries
         self._loaded: dict[tuple[str, str], Any] = {}
         self._targets: list[_native.Wanted] = []
         self._bound: list[Any] = []
@@ -59,7 +70,19 @@ class Tensors:
         self._apart: dict[int, tuple[Node, Any]] = {}
         self._apart_at: set[Any] = set()
 
-    def entry(self, name: str) -> tuple[int, str, list[int]]:
+    def of(self, rank: int) -> Tensors:
+        """The same, as trees of another rank name them. The list of all tensors, which grows with the ranks, is not made again."""
+        return Tensors(self._step, self._threads, rank, self._entries)
+
+    def own(self) -> dict[str, list[str]]:
+        """What the step calls what each rank has for itself alone; of ranks that have such, by their numbers."""
+        found: dict[str, list[str]] = {}
+        for name in self._entries:
+            if "@" in name:
+                found.setdefault(name.rpartition("@")[2], []).append(name)
+        return found
+
+    def entry(self, name: str) -> Entry:
         """Index, element type and shape. Raises `CheckpointCorrupt` when the step holds no such tensor."""
         found = self._entries.get(self.full_name(name))
         if found is None:
@@ -94,7 +117,7 @@ class Tensors:
         if self.entry(one["n"])[1:] != self.entry(other["n"])[1:]:
             return False
         torch = torch_module()
-        apart = Tensors(self._step, self._threads, self._rank)
+        apart = self.of(self._rank)
         apart.want([{"t": "tensor", "n": node["n"]} for node in (one, other)])
         apart.read()
         bits = [apart.get("tensor", node["n"]).reshape(-1).view(torch.uint8) for node in (one, other)]
@@ -193,7 +216,7 @@ class Tensors:
 
     def read_now(self, node: Node) -> None:
         """Reads every tensor that a tree names, into memory of its own, before and beside all else."""
-        apart = Tensors(self._step, self._threads, self._rank)
+        apart = self.of(self._rank)
         apart.want(node)
         if apart._targets:
             apart.read()
