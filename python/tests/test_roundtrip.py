@@ -25,6 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import forebay
 import forebay.dcp
 from forebay import _native
+from forebay._flatten import Flattener
+from forebay._leaf import Leaf
 
 from .test_ranks import run_ranks
 from .test_reading import read_bytes
@@ -688,3 +690,16 @@ def test_a_bucket_that_does_not_exist_is_named(s3_endpoint: str) -> None:
     assert forebay.Checkpointer("s3://checkpoints/nothing-yet").restore({"n": 0}) is None
     with pytest.raises(ValueError, match="no known scheme"):
         forebay.load("ftp://host/run")
+
+
+def test_views_and_tensors_without_elements_are_not_compared_with_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each view was looked for among all tensors that were left, and each empty tensor among the empty ones before it."""
+    compared, equal = [], Leaf.__eq__
+    monkeypatch.setattr(Leaf, "__eq__", lambda one, other: compared.append(1) or equal(one, other))
+    memory = torch.arange(3000.0)
+    views = {f"v{index}": memory[index : index + 1] for index in range(3000)}
+    empty = [torch.empty(0, index) for index in range(1, 3000)]
+    flattener = Flattener(False)
+    flattener.tree("state", {"all": memory, **views, "empty": empty})
+    assert [leaf.name for leaf in flattener.leaves] == ["all", *(f"empty.{index}" for index in range(len(empty)))]
+    assert compared == [] and max(map(len, flattener._starts.values())) <= 2

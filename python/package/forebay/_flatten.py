@@ -203,9 +203,10 @@ class Flattener:
         if dtype is None:
             what = f"{layout_of(value)} tensor of {value.dtype} on {value.device}"
             raise TypeError(f"{path}: object of type {_type_name(value)} ({what}) cannot be saved")
-        known = self._starts.setdefault(value.data_ptr(), [])
+        # What has no elements is nowhere, and one address is said of all of it.
+        known = [] if value.numel() == 0 else self._starts.setdefault(value.data_ptr(), [])
         for leaf in known:
-            if leaf.size > 0 and is_same(leaf.source, value):
+            if is_same(leaf.source, value):
                 return self._reference(leaf.name)
         leaf = tensor_leaf(self.unique(name), path, value, dtype)
         self._place(leaf)
@@ -262,6 +263,7 @@ class Flattener:
             if not (source.is_conj() or source.is_neg()):
                 where = (source.device, source.untyped_storage().data_ptr(), leaf.dtype, leaf.placement)
                 groups.setdefault(where, []).append(leaf)
+        dropped: set[int] = set()
         for group in groups.values():
             whole = [leaf for leaf in group if leaf.source.is_contiguous()]
             if not whole:
@@ -274,7 +276,8 @@ class Flattener:
                     continue
                 for node in self._nodes.pop(leaf.name):
                     node.update(n=base.name, view=[leaf.shape, list(leaf.source.stride()), offset])
-                self.leaves.remove(leaf)
+                dropped.add(id(leaf))
+        self.leaves[:] = [leaf for leaf in self.leaves if id(leaf) not in dropped]
 
     def _numpy(self, value: Any, path: str, name: str) -> Optional[Node]:
         numpy = numpy_module()
