@@ -264,3 +264,28 @@ def test_nothing_is_collected_while_a_state_is_saved_or_restored(tmp_path: Path)
         assert not gc.isenabled()
     finally:
         gc.callbacks.remove(count)
+
+
+def test_closed_checkpointers_of_several_ranks_leave_no_sockets_and_no_threads(tmp_path: Path) -> None:
+    """They had their group, and rank 0 the thread that hands its words out, until Python's collector came."""
+
+    def left() -> tuple[int, int]:
+        groups = [thread for thread in threads() if name_of(thread) == "forebay-group"]
+        return len(os.listdir("/proc/self/fd")), len(groups)
+
+    def work(rank: int) -> Any:
+        gc.disable()
+        counts, seen = [], []
+        for number in range(11):
+            with forebay.Checkpointer(tmp_path / str(number)) as checkpointer:
+                save = checkpointer.save_now(1, state(number))
+            seen.append(weakref.ref(checkpointer))
+            del checkpointer, save
+            # A thread ends once it has told the others that this one is gone.
+            deadline = time.monotonic() + 2
+            while left()[1] > 0 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            counts.append(left())
+        return [counts[-1][0] - counts[0][0], counts[-1][1], sum(one() is not None for one in seen)]
+
+    assert run_ranks(2, work, with_gloo=False) == [[0, 0, 0]] * 2

@@ -482,6 +482,11 @@ class Checkpointer(Saver):
                 self._let_go(is_done)
                 self._notice.pass_on()
 
+    def _let_go(self, is_done: bool = False) -> None:
+        super()._let_go(is_done)
+        # It refers to this one: neither would be freed before Python's collector comes.
+        self._last = None
+
     def _is_told(self) -> bool:
         """Whether a signal asks this job to end; one that came to any rank is from now on every rank's."""
         if not self._notice.is_used:

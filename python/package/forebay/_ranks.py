@@ -50,6 +50,8 @@ class Ranks:
         self._found: Optional[tuple[int, int]] = None
         self._are_apart: Optional[bool] = None
         """Whether they found that they are on several hosts, where nothing told it."""
+        self._places: list[str] = []
+        """Where each of them is, once they met."""
         self._group: Optional[_native.Group] = None
         self._acts: list[str] = []
         """What this rank is at, within one another."""
@@ -76,7 +78,7 @@ class Ranks:
         """Whether they are on several hosts. Where nothing told that, they meet first."""
         told = self.are_told_apart if self._are_apart is None else self._are_apart
         if told is None:
-            told = self._are_apart = len(set(self._join().hosts())) > 1
+            told = self._are_apart = len(set(self._meet())) > 1
         return told
 
     @property
@@ -99,8 +101,8 @@ class Ranks:
         """The host that each rank is on, by the first rank that is there."""
         if not self.are_spread:
             return [0] * self.world_size
-        hosts = self._join().hosts()
-        return [hosts.index(host) for host in hosts]
+        places = self._meet()
+        return [places.index(place) for place in places]
 
     def near(self) -> Ranks:
         """Those among one another: they can lend each other memory."""
@@ -194,6 +196,14 @@ class Ranks:
         self.gather("lend memory", dict)
         together.lend(None if self.alone else self._join(), self._patience_s)
 
+    def leave(self) -> None:
+        """Ends the group of those who met, for which this process has sockets and rank 0's a thread: what refers to it may stay for
+        long, as Python frees what refers to each other now and then. Who says anything there from now on hears that this one is
+        gone."""
+        self._group = None
+        if self._near is not None:
+            self._near.leave()
+
     def forget(self) -> None:
         """For a forked child: lets go of the others without a word."""
         if self._group is not None:
@@ -223,6 +233,12 @@ class Ranks:
     def _number(self, rank: int) -> int:
         return rank if self._numbers is None else self._numbers[rank]
 
+    def _meet(self) -> list[str]:
+        """Where each of them is. They stay there, also once this one left."""
+        if not self._places:
+            self._join()
+        return self._places
+
     def _join(self) -> _native.Group:
         if self._group is None:
             _groups[self._url] += 1
@@ -242,6 +258,7 @@ class Ranks:
                 # Where it is not known, they find out by what rank 0 says of its host.
                 door, arrival = (None, None) if told is False else self._ways()
                 self._group = _native.Group(name, self._find(), meeting_place(), self._patience_s, door, arrival)
+                self._places = self._group.hosts()
         return self._group
 
     def _ways(self) -> tuple[Optional[_native.Door], Optional[_native.Arrival]]:

@@ -111,6 +111,7 @@ class Saver:
                 self._session.dismiss()
             else:
                 self._session.leave()
+            self._ranks.leave()
 
     def _leave(self) -> None:
         """As `_let_go`; what is held can be found then by the next one of this process as well."""
