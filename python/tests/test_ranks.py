@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import glob
 import json
 import os
@@ -26,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import forebay
 import forebay.dcp
 from forebay import _alike, _native
-from forebay._leaf import tensor_dtype, tensor_leaf
+from forebay._leaf import SIZES, tensor_dtype, tensor_leaf
 from forebay._loading import state_tree, with_step
 
 from .conftest import Child, rounds, wait_until
@@ -438,6 +439,42 @@ def test_samples_come_to_every_byte_of_what_ranks_have_alike() -> None:
             view[row, column] = 0
             told = [[_alike.digests(groups, each, step) for each in leaves] for step in range(10)]
             assert not any(_alike.have_drifted(groups, each) for each in told)
+
+
+def test_samples_are_the_same_wherever_a_tensor_is_and_of_any_type() -> None:
+    """What a device has is gathered there, by torch; a stand-in has no address here."""
+    groups = [_alike.Group((0, 1), [0, 1])]
+    for name, size in SIZES.items():
+        dtype = getattr(torch, name, None)
+        if dtype is None:
+            continue
+        memory = torch.randint(0, 2, (6000 * size,), dtype=torch.uint8)
+        tensor = memory.view(dtype)
+        near = [tensor_leaf(str(index), "", part, name) for index, part in enumerate((tensor, tensor[:7]))]
+        away = [dataclasses.replace(leaf, address=None) for leaf in near]
+        for step in range(3):
+            assert _alike.digests(groups, near, step) == _alike.digests(groups, away, step), name
+        strided = tensor_leaf("", "", tensor.view(60, 100).t(), name)
+        assert strided.address is None
+        told = {_alike.digests([_alike.Group((0, 1), [0])], [strided], step)["0"] for step in (1, 1, 2)}
+        assert len(told) == (2 if strided.size > _alike.SAMPLE_BYTES else 1), name
+
+
+def test_a_rank_that_left_by_an_error_is_told_to_the_others(tmp_path: Path) -> None:
+    """They waited for it as long as their patience is, while its process went on."""
+
+    def work(rank: int) -> Any:
+        with contextlib.suppress(ZeroDivisionError), forebay.Checkpointer(tmp_path / "run") as checkpointer:
+            checkpointer.save_now(1, {"own": torch.zeros(9)})
+            if rank == 1:
+                raise ZeroDivisionError
+            with pytest.raises(forebay.CheckpointUnavailable, match="rank 1 of the job is gone"):
+                checkpointer.save_now(2, {"own": torch.zeros(9)})
+            (tmp_path / "told").touch()
+        wait_until((tmp_path / "told").exists)
+        return None
+
+    run_ranks(2, work, with_gloo=False)
 
 
 def test_what_goes_wrong_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
