@@ -192,3 +192,30 @@ forebay.save({"lazy": Lazy()}, sys.argv[1])
 assert forebay.load(sys.argv[1])["lazy"]["w"].tolist() == [7.0] * 3
 """
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+
+
+def test_what_would_restore_nothing_is_refused(tmp_path: Path) -> None:
+    run, state = tmp_path / "run", {"w": torch.ones(3)}
+    with forebay.Checkpointer(run) as checkpointer:
+        checkpointer.save_now(5, state)
+        checkpointer.wait()
+        with pytest.raises(forebay.CheckpointInvalid, match="state is None.*forebay.load"):
+            checkpointer.restore(None)
+        for restore in (checkpointer.restore, checkpointer.load_model):
+            with pytest.raises(forebay.CheckpointInvalid, match="only is .*one pattern or more"):
+                restore(state, only=[])
+        with pytest.raises(forebay.CheckpointNotFound, match=r"holds no step 7 \(hint: 1 steps are committed there, the last 5"):
+            checkpointer.restore(state, step=7)
+    with pytest.raises(forebay.CheckpointInvalid, match="only is .*one pattern or more"):
+        forebay.load_model(run, torch.nn.Linear(1, 1), only=())
+
+
+@pytest.mark.parametrize("step", ["500", "500.2"])
+def test_a_step_in_a_url_is_no_run_of_its_own(tmp_path: Path, step: str) -> None:
+    url = f"file://{tmp_path}/run@{step}"
+    for use in (forebay.Checkpointer, forebay.load, lambda url: forebay.Checkpointer(Path(url.removeprefix("file://")))):
+        with pytest.raises(forebay.CheckpointInvalid, match=f"step='{step}' names one.*slash"):
+            use(url)
+    with forebay.Checkpointer(url + "/") as checkpointer:
+        checkpointer.save_now(1, {"w": torch.ones(3)})
+    assert forebay.load(url + "/")["w"].tolist() == [1, 1, 1]

@@ -210,8 +210,8 @@ class Checkpointer(Saver):
         """Brings `state` back to the newest step that is whole, or to `step`; gives the step, or None if there is none.
 
         Tensors and arrays are filled in place, objects are given their state, plain values are replaced. Modules, and
-        optimizers beside them, keep the element types that they have; any other tensor is of the one that was saved. Where the
-        state has nothing yet (None, an empty dict or list), it gets what was saved there by this rank, if as many ranks saved:
+        optimizers beside them, keep the element types that they have; any other tensor is of the one that was saved. Where
+        something in the state has nothing yet (None, an empty dict or list), it gets what was saved there by this rank, if as many ranks saved:
         plain values, and tensors in the processor's memory, but no objects and no parts of what ranks hold together. An object
         gets the parts of such tensors where its own `state_dict` has them, which is asked for that. Nothing is changed unless
         the state is shaped like the one that was saved; what DDP (`module.`) and `torch.compile` (`_orig_mod.`) put before
@@ -246,7 +246,9 @@ class Checkpointer(Saver):
         Raises `CheckpointNotFound` or `CheckpointCorrupt` for a `step` that is missing or damaged, and
         `CheckpointMismatch` when the state is not shaped like the one that was saved, or has tensors on the meta device.
         """
-        only = None if only is None else options.patterns("only", only)
+        only = options.only(only)
+        if state is None:
+            raise CheckpointInvalid("state is None: nothing would be restored (hint: forebay.load gives what was saved)")
         with self._lock:
             self._begin_use()
             self._finish_staging()
@@ -272,7 +274,7 @@ class Checkpointer(Saver):
 
         What is in memory or under way comes first, as with `restore`, which tells what it raises.
         """
-        only = None if only is None else options.patterns("only", only)
+        only = options.only(only)
         with self._lock:
             self._check_open()
             self._finish_staging()

@@ -59,7 +59,7 @@ def load_model(
     beside its tensors, which can run any code.
     """
 
-    wanted = None if only is None else options.patterns("only", only)
+    wanted = options.only(only)
 
     def use(found: _native.Step) -> int:
         load_weights(found, model, name, wanted, allow_pickle, restore_threads())

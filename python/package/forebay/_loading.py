@@ -58,6 +58,9 @@ def newest_steps(url: str, also_superseded: bool = False) -> list[tuple[int, int
 class NoStep(CheckpointNotFound):
     """The place has no such step: it is there, or will be with the first save."""
 
+    # Shown as what is documented.
+    __module__, __qualname__ = CheckpointNotFound.__module__, CheckpointNotFound.__qualname__
+
 
 def _find_steps(url: str, also_superseded: bool) -> tuple[int, list[tuple[int, int, str]]]:
     """The highest number that a start has, and what `newest_steps` gives."""
@@ -83,12 +86,14 @@ def with_step(
     start had when the step that is used was looked for is told by `note_newest`, what is wrong with newer ones by `note_damaged`.
     """
     asked = "" if step is None else f" {step}"
+    there: list[int] = []
     step, start = options.step_name(step)
 
     def look() -> list[tuple[int, int, str]]:
         list_all = partial(_find_steps, url, start is not None)
         number, found = list_all() if ranks is None else ranks.first("list the steps", list_all)
         note_newest(number)
+        there[:] = sorted({at for at, _, _ in found})
         return [(at, of, name) for at, of, name in found if step in (None, at) and start in (None, of)]
 
     try:
@@ -99,7 +104,8 @@ def with_step(
             raise NoStep(str(error)) from error
         raise
     if not found:
-        raise NoStep(f"{url} holds no step{asked}")
+        hint = f" (hint: {len(there)} steps are committed there, the last {there[-1]})" if there else ""
+        raise NoStep(f"{url} holds no step{asked}{hint}")
     damaged: list[str] = []
     touched: list[str] = []
     deleted = 0

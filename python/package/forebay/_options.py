@@ -140,6 +140,14 @@ def patterns(name: str, value: Any) -> tuple[str, ...]:
     raise refused(name, value, "a list of patterns, such as ['ema.*']")
 
 
+def only(value: Any) -> Optional[tuple[str, ...]]:
+    """Patterns of what alone is meant, or None for all. No pattern would mean nothing, and seem to be done."""
+    given = None if value is None else patterns("only", value)
+    if given == ():
+        raise refused("only", value, "one pattern or more, such as ['model.*'], or None for all")
+    return given
+
+
 def ranks(name: str, value: Any) -> Optional[tuple[int, int]]:
     """A rank, and how many there are."""
     if value is None:

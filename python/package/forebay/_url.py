@@ -38,6 +38,10 @@ def bucket_url(url: Union[str, "os.PathLike[str]"]) -> str:
     if made and not text.startswith("./") and not os.path.isdir(os.path.expanduser(text[: made.end(1) + 1])):
         hint = "Lightning and others take a directory, and s3:// only where s3fs is installed"
         raise CheckpointInvalid(f"url is {text!r}, a path made of the URL {made[1]}:// (hint: {hint})")
+    named = re.search(r"@(\d+(\.\d+)?)$", text)
+    if named:
+        hint = f"step={named[1]!r} names one; a directory whose own name ends so takes a slash at its end"
+        raise CheckpointInvalid(f"url is {text!r}, which ends as step {named[1]} does on a command line (hint: {hint})")
     if "://" not in text:
         return "file://" + os.path.abspath(os.path.expanduser(text))
     _native.check_url(text)
