@@ -429,9 +429,23 @@ impl OpenInode {
             return Ok(());
         }
         self.tell_failure(told)?;
+        if self.is_ending(&writer).await {
+            return Ok(());
+        }
         let committed = self.commit_all(&mut writer).await;
         // One that lost bytes is told here and now.
         committed.or_else(|error| self.failures.tell(told).and(Err(error)))
+    }
+
+    /// Whether there is nothing to commit, as nobody could find it once the last handle is gone, until when it is in memory here:
+    /// [`forebay_metadata::tree::LocalTree::is_ending`]. To ask who serves the tree elsewhere would cost as much as it spares.
+    async fn is_ending(&self, writer: &Writer) -> bool {
+        let is_ending = match self.store.tree.local() {
+            Some(tree) if writer.stream.is_none() => tree.is_ending(self.ino).await.unwrap_or(false),
+            _ => false,
+        };
+        self.has_pages.fetch_and(!is_ending, SeqCst);
+        is_ending
     }
 
     /// Brings inline bytes into the store and commits the layout.

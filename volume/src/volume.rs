@@ -13,6 +13,7 @@ use forebay_io::task::TaskGroup;
 use forebay_metadata::remote::Server;
 use forebay_metadata::tree::{DirectoryPage, LocalTree, Lookup, SetAttributes, Tree};
 use forebay_metadata::volume_file::Claim;
+use futures::stream::{self, StreamExt};
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
@@ -37,6 +38,8 @@ mod table;
 
 /// Files that are sealed at once: each holds one upload's buffers.
 const SEALS_AT_ONCE: usize = 2;
+/// Open files that are committed at once where all are: a round trip or more each.
+const COMMITS_AT_ONCE: usize = 16;
 
 /// How long a close waits for files that are being sealed; what is left stays readable through Forebay.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(60);
@@ -305,11 +308,9 @@ impl Volume {
 
     /// Commits what was written to open files so far. One that fails keeps no other from that.
     pub(crate) async fn commit_open(&self) -> Result<()> {
-        let mut outcome = Ok(());
-        for inode in self.open_inodes() {
-            outcome = outcome.and(inode.commit_now().await);
-        }
-        outcome
+        let commits = stream::iter(self.open_inodes()).map(async |inode| inode.commit_now().await);
+        let told = commits.buffered(COMMITS_AT_ONCE);
+        told.fold(Ok(()), async |outcome, committed| outcome.and(committed)).await
     }
 
     /// The numbers of the inodes that are open.

@@ -288,6 +288,12 @@ impl LocalTree {
         }
     }
 
+    /// Whether a file ends with its last handle: it has no name, and deleted ones are not kept.
+    pub async fn is_ending(&self, ino: InodeId) -> Result<bool> {
+        let is_kept = self.shared.settings.trash_ms > 0;
+        self.look(move |look| Ok(!is_kept && look.find(ino)?.is_some_and(|inode| inode.nlink == 0))).await
+    }
+
     /// The volume whose tree this is.
     pub(crate) fn volume(&self) -> VolumeId {
         self.shared.keys.0

@@ -65,7 +65,7 @@ impl OpenInode {
             return Ok(());
         }
         let mut turn = self.writer.lock().await;
-        if may() { self.commit_all(&mut turn).await } else { Ok(()) }
+        if may() && !self.is_ending(&turn).await { self.commit_all(&mut turn).await } else { Ok(()) }
     }
 
     pub(super) async fn commit_all(&self, turn: &mut Writer) -> Result<()> {

@@ -404,3 +404,34 @@ fn an_answer_from_before_a_files_end_does_not_come_after_it() {
         }
     });
 }
+
+/// Open files are committed side by side: a thousand of them waited for a thousand round trips.
+#[test]
+fn open_files_are_committed_side_by_side() {
+    run(async {
+        let faults = Faults::new();
+        let fixture = Fixture::new(Bucket::in_memory().with_faults(&faults));
+        let volume = fixture.open().await;
+        let mut files = Vec::new();
+        for number in 0..40 {
+            let file = create(&volume, &format!("f{number}")).await;
+            file.write(0, Bytes::from(number.to_string())).await.expect("write");
+            files.push(file);
+        }
+        let first = faults.gate(1);
+        let syncing = tokio::spawn({
+            let volume = volume.clone();
+            async move { volume.sync().await }
+        });
+        first.reached().await;
+        let puts = || fixture.bucket.counters().of(OperationKind::Put).requests;
+        until("others come to pass meanwhile", async || puts() >= 10).await;
+        first.open();
+        syncing.await.expect("no panic").expect("synced");
+        for (number, file) in files.iter().enumerate() {
+            assert_eq!(object(&fixture.bucket, &format!("f{number}")).await, number.to_string());
+            file.release().await.expect("release");
+        }
+        volume.close().await.expect("close");
+    });
+}

@@ -64,3 +64,36 @@ fn an_open_that_cannot_empty_the_file_leaves_nothing_behind() {
         assert_eq!(volume.open_inodes().len(), 0);
     });
 }
+
+/// What a program writes to a file that it has removed already, as those for temporary data are, was uploaded when it was closed, and stayed
+/// in the bucket for a day.
+#[test]
+fn what_is_written_to_a_removed_file_is_not_uploaded() {
+    run(async {
+        for keeps in [false, true] {
+            let fixture =
+                Fixture { trash_ms: if keeps { 3_600_000 } else { 0 }, ..Fixture::new(Bucket::in_memory()) };
+            let volume = fixture.open().await;
+            let (file, other) = (create(&volume, "f").await, create(&volume, "other").await);
+            volume.unlink(ROOT, b"f").await.expect("unlinked");
+            let before = fixture.bucket.counters();
+            file.write(0, "temporary".into()).await.expect("write");
+            file.flush().await.expect("closed");
+            file.fsync().await.expect("fsync");
+            assert_eq!(file.read(0, 100).await.expect("read"), "temporary");
+            let copy = volume.open(file.ino(), READ_WRITE).await.expect("by its descriptor");
+            assert_eq!(copy.read(0, 100).await.expect("read"), "temporary");
+            copy.write(0, "T".into()).await.expect("write");
+            for handle in [file, copy] {
+                handle.flush().await.expect("closed");
+                handle.release().await.expect("release");
+            }
+            other.flush().await.expect("closed");
+            other.release().await.expect("release");
+            let puts = fixture.bucket.counters().since(&before).of(OperationKind::Put).requests;
+            assert_eq!(puts > 1, keeps, "{puts} puts: that of the other file, and of what goes to the trash");
+            assert!(volume.open_inodes().is_empty());
+            volume.close().await.expect("close");
+        }
+    });
+}
