@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -242,6 +243,13 @@ def test_the_binary_tells_what_python_did_as_what_it_did_itself(tmp_path: Path) 
     code, told, said = convert(f"pt:{tmp_path / 'none.pt'}", f"{tmp_path / 'other'}")
     assert (code, told, len(said)) == (1, [], 2) and said[0].startswith("error: ") and "none.pt" in said[0], said
     assert said[1] == "hint: check the path"
+    # torch tells more than what is wrong, in bold, or a number alone.
+    torch.save(torch.nn.Linear(1, 1), tmp_path / "module.pt")
+    (tmp_path / "text.pt").write_text("epoch,loss\n")
+    for name in ("module.pt", "text.pt"):
+        code, told, said = convert(f"pt:{tmp_path / name}", f"{tmp_path / 'other'}")
+        assert (code, told) == (1, []) and "\x1b" not in said[0] and "two options" not in said[0], said
+        assert re.search(r"torch.save: [A-Za-z]{3}", said[0]), said
     # Warnings of a conversion are as the command's own.
     one = {"a": torch.ones(2), "b": torch.ones(3)}
     (tmp_path / "indexed").mkdir()

@@ -107,6 +107,9 @@ def test_lightning_saves_rotates_and_resumes(tmp_path: Path) -> None:
     loaded = forebay.load(tmp_path / "last.ckpt")
     assert loaded["global_step"] == 12 and loaded["epoch"] == 3 and same(loaded["state_dict"], first.state_dict())
     assert loaded["hyper_parameters"] == {"width": 8}
+    weights = Model()
+    forebay.load_model(tmp_path / "last.ckpt", weights)
+    assert same(weights.state_dict(), first.state_dict())
     assert _native.verify(f"file://{tmp_path / 'last.ckpt'}", None) == []
     # Nothing is left to do: the state is what was saved, not what a new model has.
     again, _ = fit(tmp_path / "again", 4, tmp_path / "last.ckpt", seed=1)

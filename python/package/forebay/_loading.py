@@ -286,6 +286,9 @@ def load_weights(
         node = _find(tree.node, name) if name is not None else None
         if name is None and len(modules) == 1:
             (node,) = modules.values()
+        if name is None and not modules:
+            # As Lightning keeps a module's weights.
+            node = _find(tree.node, "state_dict")
         if node is None:
             known = ", ".join(repr(found) for found in modules) or "none"
             what = f"no module or dict {name!r}" if name is not None else "not one module alone"

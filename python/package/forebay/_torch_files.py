@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+import re
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,6 +41,14 @@ class _Part:
     """Gives its bytes."""
 
 
+def _fact(error: Exception) -> str:
+    """What is wrong, of torch's text, which goes on about how to load a file all the same, in bold: that may run code. Of some
+    errors it is a number alone."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).partition("\n")[0]
+    fact = re.split(r"(?<=[.!?])\s|\. |, to do so", text)[0].rstrip(".")
+    return f"{type(error).__name__}({fact})" if not re.search("[A-Za-z]{3}", fact) else fact
+
+
 def save_file(file: Path, url: str, step: int, allow_pickle: bool) -> None:
     """Saves what `torch.save` wrote to a file, which stays on the disk until it is copied."""
     try:
@@ -48,17 +57,15 @@ def save_file(file: Path, url: str, step: int, allow_pickle: bool) -> None:
         state = torch.load(file, map_location="cpu", mmap=mapped, weights_only=not allow_pickle)
     except pickle.UnpicklingError as error:
         if allow_pickle:
-            raise CheckpointInvalid(f"{file} is no file of torch.save: {error}") from error
-        # torch's text goes on about how to load it all the same, which may run code.
-        fact, _, _ = str(error).partition("\n")
-        text = f"{file} holds other objects than tensors and plain values, or is no file of torch.save: {fact}"
+            raise CheckpointInvalid(f"{file} is no file of torch.save: {_fact(error)}") from error
+        text = f"{file} holds other objects than tensors and plain values, or is no file of torch.save: {_fact(error)}"
         raise CheckpointInvalid(f"{text} (hint: --allow-pickle, if you trust whoever wrote it)") from error
     except (OSError, MemoryError):
         raise
     except (ImportError, AttributeError) as error:
         raise _unknown(str(file), error) from error
     except Exception as error:
-        raise CheckpointInvalid(f"{file} is no whole file of torch.save: {error}") from error
+        raise CheckpointInvalid(f"{file} is no whole file of torch.save: {_fact(error)}") from error
     flattener = Flattener(allow_pickle)
     tree = _told(partial(flattener.tree, "state", state))
     _save(url, step, [_part_of(leaf) for leaf in flattener.leaves], tree)

@@ -11,7 +11,8 @@ is for strategies that save whole states from one process: one device, DDP. Thos
 has each rank save its part, and read it again at any number of ranks.
 
 Each checkpoint that Lightning writes becomes a directory (or a bucket prefix) of that name with one step in it, which
-`forebay.load` and `forebay ckpt` read as well. What is kept and under which name is Lightning's business, and so is what a
+`forebay.load` and `forebay ckpt` read as well; `forebay.load_model(path, model)` takes the weights alone, in the place of
+`load_from_checkpoint`, which opens a file. What is kept and under which name is Lightning's business, and so is what a
 signal does. A save that failed is raised: Lightning, once it takes a checkpoint for saved, deletes the one before. Its `dirpath`
 is a directory, as of a mount: an `s3://` one Lightning looks at through fsspec, which needs s3fs, and of `file://` it makes a path.
 
