@@ -56,9 +56,21 @@ impl Store {
     /// Where the next whole content of a file goes, as [`Tree::place`].
     async fn place(&self, ino: InodeId, seals: bool) -> Result<Placement> {
         let placed = self.in_time("the intent to write reaches the store", self.tree.place(ino, seals)).await;
-        placed.map_err(|error| {
-            error.context(format!("inode {ino} could not be written, for it found no place"))
-        })
+        match placed {
+            Err(error) => Err(error.context(format!("{} could not be written", self.named(ino).await))),
+            placed => placed,
+        }
+    }
+
+    /// What a file is called, for those who read an error.
+    async fn named(&self, ino: InodeId) -> String {
+        match self.tree.local() {
+            Some(tree) => match tree.path(ino).await {
+                Ok(path) => format!("`{path}`"),
+                Err(_) => format!("inode {ino}"),
+            },
+            None => format!("inode {ino}"),
+        }
     }
 
     async fn in_time<T>(&self, what: &str, work: impl Future<Output = Result<T>>) -> Result<T> {

@@ -52,6 +52,8 @@ impl FromStr for StepName {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
+        // As it stands behind a URL.
+        let text = text.strip_prefix('@').unwrap_or(text);
         let (step, start) = text.split_once('.').map_or((text, None), |(step, start)| (step, Some(start)));
         let parsed = step.parse().ok().zip(start.map(str::parse).transpose().ok());
         let (step, start) = parsed.ok_or_else(|| {

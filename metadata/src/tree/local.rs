@@ -27,7 +27,7 @@ use crate::mover::{Mover, free_unfinished};
 
 use crate::records::{
     Change, Look, OutsideChange, OutsideListener, Records, Shared, Spelling, TreeSettings, asking_as,
-    asking_session, names_of, pass_over, readable,
+    asking_session, names_of, pass_over, path_or_name, readable,
 };
 use crate::schema::{
     Counters, ImportState, Inode, Keys, OWN_NUMBERS, Partial, SessionRecord, Tag, UploadRecord, encode_plain,
@@ -286,6 +286,12 @@ impl LocalTree {
                 Err(error)
             }
         }
+    }
+
+    /// A path of an inode, or the one that it had last.
+    pub async fn path(&self, ino: InodeId) -> Result<String> {
+        let path = self.look(move |look| path_or_name(look, &look.inode(ino)?)).await?;
+        Ok(String::from_utf8_lossy(&path).into_owned())
     }
 
     /// Whether a file ends with its last handle: it has no name, and deleted ones are not kept.

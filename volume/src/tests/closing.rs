@@ -435,3 +435,22 @@ fn open_files_are_committed_side_by_side() {
         volume.close().await.expect("close");
     });
 }
+
+/// Who reads that a file could not be written knows it by its path.
+#[test]
+fn a_file_that_cannot_be_written_is_named_by_its_path() {
+    run(async {
+        let mut fixture = Fixture::new(Bucket::in_memory());
+        fixture.write.deadline_ms = 300;
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, Bytes::from_static(b"content")).await.expect("write");
+        fixture.lapsed.store(true, std::sync::atomic::Ordering::SeqCst);
+        let told = volume.sync().await.expect_err("nothing may be changed");
+        assert!(told.to_string().contains("`f` could not be written"), "{told}");
+        fixture.lapsed.store(false, std::sync::atomic::Ordering::SeqCst);
+        file.fsync().await.expect("fsync");
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+    });
+}
