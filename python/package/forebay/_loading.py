@@ -86,14 +86,14 @@ def with_step(
     start had when the step that is used was looked for is told by `note_newest`, what is wrong with newer ones by `note_damaged`.
     """
     asked = "" if step is None else f" {step}"
-    there: list[int] = []
+    committed: list[int] = []
     step, start = options.step_name(step)
 
     def look() -> list[tuple[int, int, str]]:
         list_all = partial(_find_steps, url, start is not None)
         number, found = list_all() if ranks is None else ranks.first("list the steps", list_all)
         note_newest(number)
-        there[:] = sorted({at for at, _, _ in found})
+        committed[:] = sorted({at for at, _, _ in found})
         return [(at, of, name) for at, of, name in found if step in (None, at) and start in (None, of)]
 
     try:
@@ -104,7 +104,7 @@ def with_step(
             raise NoStep(str(error)) from error
         raise
     if not found:
-        hint = f" (hint: {len(there)} steps are committed there, the last {there[-1]})" if there else ""
+        hint = f" (hint: {len(committed)} steps are committed there, the last {committed[-1]})" if committed else ""
         raise NoStep(f"{url} holds no step{asked}{hint}")
     damaged: list[str] = []
     touched: list[str] = []
