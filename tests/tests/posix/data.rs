@@ -346,10 +346,7 @@ os.write(file, b", whole")
 os.close(file)
 assert get("file") == b"half and half, whole"
 # The object is brought up to date behind that: what is written before it is would be in it.
-for _ in range(1000):
-    if get(bucket + "/file") == b"half and half, whole":
-        break
-    time.sleep(0.01)
+while get(bucket + "/file") != b"half and half, whole": time.sleep(0.01)
 
 # Nor is there by a copy that is closed after its parent closed the file, and while it writes it anew.
 file = os.open("file", os.O_WRONLY)
