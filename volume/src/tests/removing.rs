@@ -5,7 +5,7 @@ use forebay_core::{ErrorKind, InodeId};
 use forebay_io::object::{Bucket, FaultMode, Faults, OperationKind};
 use forebay_metadata::tree::RenameMode;
 
-use super::support::{Fixture, READ_WRITE, create, object, pattern, run};
+use super::support::{Fixture, READ_WRITE, create, object, pattern, run, until};
 use crate::{Access, File, Volume};
 
 const ROOT: InodeId = InodeId::ROOT;
@@ -92,7 +92,7 @@ fn what_is_written_to_a_removed_file_is_not_uploaded() {
             other.release().await.expect("release");
             let puts = fixture.bucket.counters().since(&before).of(OperationKind::Put).requests;
             assert_eq!(puts > 1, keeps, "{puts} puts: that of the other file, and of what goes to the trash");
-            assert!(volume.open_inodes().is_empty());
+            until("nobody has them open", async || volume.open_inodes().is_empty()).await;
             volume.close().await.expect("close");
         }
     });
