@@ -18,7 +18,7 @@ use forebay_io::object::{Bucket, Counters, FaultMode, Faults, OperationKind};
 use forebay_metadata::tree::resolve;
 
 use super::REFUSES_SYNC;
-use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run, until};
+use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
 use crate::packed::{Policy, policy};
 use crate::settings::VolumeSettings;
 use crate::staging::{Staged, WritebackSettings};
@@ -279,18 +279,14 @@ fn the_next_mount_waits_for_no_answer_that_the_one_before_did_not_get() {
     run(async {
         for next in [None, Some(Policy::Packed)] {
             println!("{next:?}");
-            let faults = Faults::new();
-            let bucket = Bucket::in_memory().with_deadline_ms(50).with_faults(&faults);
-            let fixture = Fixture::new(bucket).writing_back(AT_ONCE);
+            let fixture = fixture(LATER);
             let volume = fixture.open().await;
-            for nth in 1..200 {
-                faults.script(OperationKind::Put, nth, FaultMode::Before);
-            }
             write(&volume, "f", Bytes::from_static(b"staged")).await;
+            // An upload begins, and is not answered.
             let (ino, tree) = (resolve(&**volume.tree(), "f").await.expect("found").ino, volume.tree());
-            until("it is in doubt", async || tree.is_in_doubt(ino).await.expect("known")).await;
+            tree.place(ino, true).await.expect("placed");
+            tree.doubt(ino).await.expect("noted");
             volume.close().await.expect("close");
-            faults.clear();
             let volume = fixture.open().await;
             let file = open(&volume, "f", READ).await;
             assert!(volume.tree().is_in_doubt(file.ino()).await.expect("known"), "it may still come");
