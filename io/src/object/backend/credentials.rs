@@ -375,14 +375,19 @@ mod tests {
         }
     }
 
-    #[tokio::test]
-    async fn credentials_are_renewed_in_time_and_a_failure_leaves_the_old_ones() {
-        let clock = Clock::manual();
-        let counting =
-            Arc::new(Counting { clock: clock.clone(), given: AtomicI64::new(0), fails: AtomicI64::new(0) });
+    /// Credentials that are counted, by a clock that stands still.
+    fn counted() -> (Clock, Arc<Counting>, Renewed) {
+        let (clock, [given, fails]) = (Clock::manual(), [0, 0].map(AtomicI64::new));
+        let counting = Arc::new(Counting { clock: clock.clone(), given, fails });
         let shared: Arc<dyn ProvideCredentials> = counting.clone();
         let provider = SharedCredentialsProvider::new(shared);
         let renewed = Renewed::over(Origin::Profile("lab".into()), provider, clock.clone());
+        (clock, counting, renewed)
+    }
+
+    #[tokio::test]
+    async fn credentials_are_renewed_in_time_and_a_failure_leaves_the_old_ones() {
+        let (clock, counting, renewed) = counted();
         let key = async || renewed.get_credential().await.map(|credential| credential.key_id.clone());
         let step = |seconds| clock.advance(Duration::from_secs(seconds));
         assert_eq!(key().await.expect("first"), "key-1");
@@ -404,12 +409,7 @@ mod tests {
 
     #[tokio::test]
     async fn credentials_that_the_store_refuses_are_renewed_at_most_once_per_pause() {
-        let clock = Clock::manual();
-        let counting =
-            Arc::new(Counting { clock: clock.clone(), given: AtomicI64::new(0), fails: AtomicI64::new(0) });
-        let shared: Arc<dyn ProvideCredentials> = counting.clone();
-        let provider = SharedCredentialsProvider::new(shared);
-        let renewed = Renewed::over(Origin::Profile("lab".into()), provider, clock.clone());
+        let (clock, counting, renewed) = counted();
         let key = async || renewed.get_credential().await.map(|credential| credential.key_id.clone());
         assert_eq!(key().await.expect("first"), "key-1");
         clock.advance(PAUSE);

@@ -74,20 +74,22 @@ impl HttpConnector for Way {
     }
 }
 
-fn bucket_that_says(code: &'static str) -> Bucket {
-    let door = HttpClient::new(Door { code, bodies: AtomicUsize::new(0) });
-    let client = HttpClient::new(Typed(door));
-    let store = AmazonS3Builder::new()
+/// A store behind `client`, of which each request is sent once.
+fn builder(client: &HttpClient) -> AmazonS3Builder {
+    AmazonS3Builder::new()
         .with_bucket_name("b")
         .with_region("r")
-        .with_access_key_id("id")
-        .with_secret_access_key("key")
         .with_endpoint("http://door")
         .with_allow_http(true)
         .with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() })
         .with_http_connector(Way(client.clone()))
-        .build()
-        .expect("a store");
+}
+
+fn bucket_that_says(code: &'static str) -> Bucket {
+    let door = HttpClient::new(Door { code, bodies: AtomicUsize::new(0) });
+    let client = HttpClient::new(Typed(door));
+    let built = builder(&client).with_access_key_id("id").with_secret_access_key("key").build();
+    let store = built.expect("a store");
     let signed = Signed::new(Sender(client), store.clone(), Manner::InQuery);
     let s3 = S3 { store, signed, bucket: "b".into(), deletes_many: true, renewed: None };
     Bucket::over("s3://b".parse().expect("a URL"), Stack::new(Arc::new(s3), &StoreSettings::default()))
@@ -155,16 +157,7 @@ async fn bucket_that_revokes(code: &'static str) -> (Bucket, Arc<Renewed>) {
     let (clock, client) = (Clock::manual(), HttpClient::new(Typed(HttpClient::new(Revoking(code)))));
     let provider = SharedCredentialsProvider::new(Numbered::default());
     let renewed = Arc::new(Renewed::over(Origin::Profile("lab".into()), provider, clock.clone()));
-    let store = AmazonS3Builder::new()
-        .with_bucket_name("b")
-        .with_region("r")
-        .with_credentials(renewed.clone())
-        .with_endpoint("http://door")
-        .with_allow_http(true)
-        .with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() })
-        .with_http_connector(Way(client.clone()))
-        .build()
-        .expect("a store");
+    let store = builder(&client).with_credentials(renewed.clone()).build().expect("a store");
     let manner = Manner::InHeader { region: "r".into(), is_payer: false };
     let signed = Signed::new(Sender(client), store.clone(), manner);
     let s3 = S3 { store, signed, bucket: "b".into(), deletes_many: true, renewed: Some(renewed.clone()) };
