@@ -1,6 +1,8 @@
 //! A disk that hangs is left, whoever waits for it in the kernel, and what it gives later goes nowhere.
 
 use std::future::pending;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use forebay_io::object::{BucketUrl, Faults, StoreSettings};
@@ -16,6 +18,15 @@ use crate::region::Region;
 const LENGTH: u64 = 1000;
 /// Elements of which more are there than is read at once.
 const MANY: u64 = 300 << 10;
+/// Creates a file with a lease on it, and tells of it and of who asks for it; ends with its input.
+const LEASE: &str = r#"
+import fcntl, signal, sys
+signal.signal(signal.SIGIO, lambda *_: print("asked for", flush=True))
+with open(sys.argv[1], "w") as file:
+    fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    print("leased", flush=True)
+    sys.stdin.read()
+"#;
 
 /// Restores a tensor of two shards while the disk hangs at a request; says what came of it.
 async fn hang_at(request: u64) -> Error {
@@ -93,11 +104,19 @@ fn a_thread_that_hangs_in_the_kernel_holds_nothing() {
     read_local((runtime.handle(), &local, &clock), &manifest, targets.collect(), 2).expect("read");
     assert!(found[0] == contents[0] && found[1] == contents[2]);
 
-    // Whoever opens a pipe that nobody writes to waits in the kernel.
+    // Whoever opens a file that is leased waits in the kernel for the holder.
     let shard = &manifest.shards[0];
     let path = scratch.path().join(&shard.key);
     std::fs::remove_file(&path).expect("remove");
-    assert!(std::process::Command::new("mkfifo").arg(&path).status().expect("mkfifo").success());
+    let mut lessee = Command::new("python3")
+        .args(["-c", LEASE])
+        .arg(&path)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("python3");
+    let mut lines = BufReader::new(lessee.stdout.take().expect("its output")).lines();
+    assert_eq!(lines.next().expect("a line").expect("read"), "leased");
     let mut bytes = vec![9; 4000];
     let disk = Disk::new(runtime.handle(), &bucket, &clock);
     let (start, range) = (shard.header, shard.header..shard.header + 4000);
@@ -106,6 +125,8 @@ fn a_thread_that_hangs_in_the_kernel_holds_nothing() {
     clock.advance(PATIENCE);
     let outcome = Source::Disk(&disk).read(&manifest, || read.lock().take(), 1);
     assert_eq!(outcome.map(|parts| parts.len()).expect_err("it hangs").kind(), ErrorKind::Unavailable);
-    // The thread is there still, and goes on once somebody writes; without it this waits.
-    drop(std::fs::OpenOptions::new().write(true).open(&path).expect("the thread is there"));
+    // The thread is there still, and goes on once the holder ends; without it this waits.
+    assert_eq!(lines.next().expect("a line").expect("read"), "asked for");
+    drop(lessee.stdin.take());
+    assert!(lessee.wait().expect("wait").success());
 }
