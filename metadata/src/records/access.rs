@@ -335,6 +335,7 @@ impl<'a, 't> Change<'a, 't> {
 
     pub(crate) fn put_claim(&mut self, claim: &Claim) -> Result<()> {
         self.has_claimed = true;
+        self.shared.claimed.note(claim.key.as_str());
         self.touch_key(claim.key.as_str());
         self.put(self.keys().claim(claim.key.as_str()), claim.encode())
     }

@@ -9,14 +9,13 @@ use std::sync::atomic::Ordering;
 use forebay_core::{Blob, FileKind, FileLayout, InodeId, ObjectKey, Result, Version};
 use forebay_io::object::ObjectInfo;
 
+use super::claimed::{Below, MOST_CLAIMED};
 use super::path::Spelling;
 use super::{Change, Records, prefix_with_slash, readable};
 use crate::schema::{Claim, Deletion, HolderState, Inode, Intent, Move, Tag};
 
 /// Seconds that a store's clock may be behind this host's, with the second that it rounds to.
 const CLOCKS_APART: i64 = 2;
-/// Claims that are looked through for one below a path; where there are more, each may be.
-const MOST_CLAIMS: usize = 4096;
 
 /// Whether a file may be written at a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,6 +47,7 @@ impl Change<'_, '_> {
     /// What keeps `key` from being written where no name is both an object and a directory, as in folders: the key of a
     /// file that the path leads through, the prefix of a directory at the path, or a key below it, which are still to be
     /// moved or deleted. A directory that was removed is forgotten before what files that are open or elsewhere have there.
+    /// To be asked before anything is changed.
     pub(crate) fn in_the_way(&self, key: &str) -> Result<Option<String>> {
         for (slash, _) in key.match_indices('/') {
             if self.claim(&key[..slash])?.is_some() {
@@ -63,18 +63,26 @@ impl Change<'_, '_> {
 
     /// A claimed key below a prefix; the prefix itself where there may be one.
     fn claimed_below(&self, prefix: String) -> Result<Option<String>> {
-        let (start, end) = self.keys().family(Tag::Claim);
-        let claims = self.reads().scan(&start, &end, MOST_CLAIMS + 1)?;
-        if claims.len() > MOST_CLAIMS {
-            return Ok(Some(prefix));
+        let claimed = &self.shared.claimed;
+        if claimed.asks() {
+            let (start, end) = self.keys().family(Tag::Claim);
+            let claims = self.reads().scan(&start, &end, MOST_CLAIMED + 1)?;
+            let is_all = claims.len() <= MOST_CLAIMED;
+            // Of one that cannot be read nobody knows where it lies; the store refuses what comes above it.
+            let claims = claims.into_iter().filter_map(|(_, value)| readable(Claim::decode(value)));
+            claimed.learn(is_all.then(|| claims.map(|claim| claim.key.as_str().to_owned()).collect()));
         }
-        for (_, value) in claims {
-            let key = Claim::decode(value)?.key;
-            if key.as_str().starts_with(&prefix) {
-                return Ok(Some(key.as_str().to_owned()));
+        loop {
+            let key = match claimed.below(&prefix) {
+                Below::Nothing => return Ok(None),
+                Below::Unknown => return Ok(Some(prefix)),
+                Below::Key(key) => key,
+            };
+            if self.claim(&key)?.is_some() {
+                return Ok(Some(key));
             }
+            claimed.forget(&key);
         }
-        Ok(None)
     }
 
     /// Whether `key` lies under a directory that was renamed. It may be a prefix itself, with its slash.

@@ -19,6 +19,7 @@ mod access;
 mod path;
 mod name;
 mod quota;
+mod claimed;
 mod claims;
 mod content;
 mod lifetime;

@@ -11,6 +11,7 @@ use forebay_io::clock::Clock;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
+use super::claimed::Claimed;
 use super::clones::Clones;
 use super::counted::Quotas;
 use super::path::Spelling;
@@ -42,6 +43,7 @@ pub(crate) struct Shared {
     pub(crate) touched: Touched,
     pub(crate) markers: Markers,
     pub(crate) quotas: Quotas,
+    pub(crate) claimed: Claimed,
     pub(crate) clones: Clones,
     /// Contents that are being written beside their paths.
     pub(crate) aside: Aside,
@@ -81,6 +83,7 @@ impl Shared {
             touched: Touched::default(),
             markers: Markers::default(),
             quotas: Quotas::default(),
+            claimed: Claimed::default(),
             clones: Clones::default(),
             aside: Aside::default(),
             segments: Arc::default(),

@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
-use forebay_core::{ErrorKind, FileKind, FileLayout, InodeId, ObjectKey};
+use forebay_core::{Error, ErrorKind, FileKind, FileLayout, InodeId, ObjectKey};
 use forebay_io::object::{Bucket, Condition, FaultMode, Faults, OperationKind};
 use futures::FutureExt;
 
 use super::world::*;
 use crate::records::Change;
+use crate::schema::{Claim, HolderState};
 use crate::tree::{
     Existing, LocalTree, Lookup, Placement, RenameMode, Tree, resolve, unlink as unlink_entry,
 };
@@ -377,6 +378,48 @@ async fn a_prefix_of_claimed_keys_is_no_directory() {
     world
         .check_objects(&[("a", "a file"), ("b", "moves"), ("c/new", "an outsider's"), ("d", "moves, too")])
         .await;
+}
+
+/// In a folder no file is put where something of others still lies below its path. While the mover is at a large directory that
+/// was renamed, each file that was written anywhere looked through all that was claimed, or went beside its path.
+#[tokio::test]
+async fn in_a_folder_many_claims_are_in_the_way_of_what_is_above_them_alone() {
+    const MANY: usize = 5_000;
+    let world = World::new(Kind::Lmdb).await;
+    let mut tree = world.open().await;
+    let key = |number| ObjectKey::new(format!("moved/below/{number}"));
+    let held = HolderState::Held(InodeId(1 << 40));
+    let claim = move |change: &mut Change<'_, '_>| {
+        (0..MANY).try_for_each(|number| change.put_claim(&Claim { key: key(number), state: held.clone() }))
+    };
+    tree.change(claim).await.expect("claimed");
+    for path in ["beside", "moved-too", "moved"] {
+        for is_anew in [false, true] {
+            if is_anew {
+                tree.close().await.expect("closed");
+                tree = world.open().await;
+            }
+            let placed = world.write_path(&tree, path, "bytes").await.expect("written");
+            assert_eq!(is_own(&placed, path), path != "moved", "{path}: {placed:?}");
+        }
+    }
+    let go = move |change: &mut Change<'_, '_>, most| {
+        (0..most).try_for_each(|number| change.delete_claim(key(number).as_str()))
+    };
+    let refuse = move |change: &mut Change<'_, '_>| {
+        go(change, MANY)?;
+        Err::<(), _>(Error::bug("it comes to nothing"))
+    };
+    tree.change(refuse).await.expect_err("refused");
+    for most in [0, MANY - 1] {
+        tree.change(move |change| go(change, most)).await.expect("gone");
+        let placed = world.write_path(&tree, "moved", "bytes").await.expect("written");
+        assert!(!is_own(&placed, "moved"), "{placed:?}");
+    }
+    tree.change(move |change| go(change, MANY)).await.expect("gone");
+    let placed = world.write_path(&tree, "moved", "bytes").await.expect("written");
+    assert!(is_own(&placed, "moved"), "{placed:?}");
+    tree.close().await.expect("closed");
 }
 
 /// A file in a directory that this session made is looked for, made, placed and committed without asking the engine, whose
