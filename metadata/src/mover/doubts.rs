@@ -2,7 +2,7 @@
 //! answer.
 //!
 //! Their intents stand meanwhile, so that nobody else writes where they may appear: a store may still be at one that nobody
-//! waits for. What another process left in this state is settled when the next one starts.
+//! waits for. So they do when the next process starts, which cannot know what the store answered the one that died.
 //!
 //! The same of copies that were planned and not asked for, as a step before failed, and of those whose commit did: here
 //! nothing comes any more, and the next pass settles them.

@@ -6,6 +6,7 @@ use tokio::time::Instant;
 
 use super::Mover;
 use super::deletions::after;
+use super::doubts::Asked;
 use super::moves::{discard, is_still};
 use super::run::{PAGE, Tally};
 use crate::kv::Durability;
@@ -66,8 +67,9 @@ impl Mover {
             for (key, value) in found {
                 let settle = async {
                     let ino = InodeId(keys.number_in(&key)?);
-                    if Intent::decode(value)?.copies.is_some() {
-                        return self.settle_intent(ino).await;
+                    let intent = Intent::decode(value)?;
+                    if intent.copies.is_some() {
+                        return self.settle_copy_of_before(ino, &intent, patience).await;
                     }
                     let patience = match has_guests {
                         true => Patience::Unknown,
@@ -79,6 +81,19 @@ impl Mover {
                 pass_over(settle.await)?;
             }
         }
+    }
+
+    /// Settles a copy of a dead process that was made; one that may still come, when it cannot any more. What comes to an owned
+    /// key is nobody else's.
+    async fn settle_copy_of_before(&self, ino: InodeId, intent: &Intent, patience: Patience) -> Result<bool> {
+        if patience == Patience::Unknown && session_of(&intent.key).is_none() {
+            let found = self.find(intent).await?.map(|found| found.object.version);
+            if found == intent.replaces {
+                self.doubt(ino, &intent.key, Asked::Unanswered);
+                return Ok(false);
+            }
+        }
+        self.settle_intent(ino).await
     }
 
     /// Frees what a dead session has uploaded of what an intent announced. The store may have begun that and the session

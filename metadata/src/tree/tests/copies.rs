@@ -12,9 +12,6 @@ use crate::records::Records;
 use crate::schema::Tag;
 use crate::tree::{LocalTree, Placement, RenameMode, SetAttributes, Tree, resolve};
 
-/// When nothing comes any more of a copy that was not answered.
-const LATER: Duration = Duration::from_secs(6 * 60);
-
 /// A file `a` that was renamed to `b`, of whose copy it is not known whether it was made.
 async fn unanswered(world: &World) -> (LocalTree, InodeId) {
     let tree = world.open().await;
@@ -46,12 +43,17 @@ async fn come(world: &World) {
     world.bucket().copy(&from, &to, 3, &Condition::IfAbsent).await.expect("nothing else is there");
 }
 
-/// A copy went on in the store after it was given up. The file was written again and synced, and then the copy came over it.
+/// A copy went on in the store after it was given up, or its process had died. The file was written again and synced, and then the
+/// copy came over it.
 #[tokio::test]
 async fn a_copy_that_comes_late_takes_nothing_that_was_written_meanwhile() {
-    for drains in [false, true] {
+    for (drains, dies) in [(false, false), (true, false), (false, true), (true, true)] {
         let world = World::memory().await;
-        let (tree, _) = unanswered(&world).await;
+        let (mut tree, _) = unanswered(&world).await;
+        if dies {
+            world.crash(tree, true).await;
+            tree = world.open().await;
+        }
         let placed = world.write_path(&tree, "b", "new").await.expect("written");
         assert!(matches!(placed, Placement::Owned { .. }), "not where the copy may come: {placed:?}");
         if drains {
@@ -60,8 +62,7 @@ async fn a_copy_that_comes_late_takes_nothing_that_was_written_meanwhile() {
         come(&world).await;
         world.pass_ttl();
         assert_eq!(world.read_path(&tree, "b").await.expect("bytes"), "new");
-        world.clock.advance(LATER);
-        tree.drain().await.expect("drained");
+        world.end_doubts(&tree).await;
         world.check_objects(&[("b", "new")]).await;
         assert_eq!(world.read_path(&tree, "b").await.expect("bytes"), "new");
     }

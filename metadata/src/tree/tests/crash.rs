@@ -18,8 +18,7 @@ use crate::tree::{Existing, LocalTree, Placement, RenameMode, SetAttributes, Tre
 async fn check_files(world: &World, tree: &LocalTree, expected: &BTreeMap<String, String>) {
     for drained in [false, true] {
         if drained {
-            tree.drain().await.expect("drained");
-            world.pass_ttl();
+            world.end_doubts(tree).await;
         }
         let files: Vec<String> = paths(tree).await.into_iter().filter(|path| !path.ends_with('/')).collect();
         assert_eq!(files, expected.keys().cloned().collect::<Vec<_>>(), "drained: {drained}");
@@ -472,8 +471,7 @@ async fn random_histories_with_outsiders_stay_whole() {
         tree.close().await.expect("closed");
         let tree = world.open().await;
         for _ in 0..3 {
-            tree.drain().await.expect("drained");
-            world.pass_ttl();
+            world.end_doubts(&tree).await;
             paths(&tree).await;
         }
         let mut found = tree.fsck(true).await.expect("checked");

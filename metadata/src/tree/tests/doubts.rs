@@ -10,9 +10,6 @@ use super::crash::make_owned;
 use super::world::*;
 use crate::tree::{Existing, LocalTree, Placement, RenameMode, Tree, resolve};
 
-/// When nothing comes any more of a write that was not answered.
-const LATER: Duration = Duration::from_secs(6 * 60);
-
 /// Asserts what the tree shows, at once and when all is done, and that the bucket holds the same then.
 async fn check(world: &World, tree: &LocalTree, expected: &[(&str, &str)]) {
     for advance in [Duration::ZERO, LATER, LATER] {

@@ -314,6 +314,7 @@ async fn keeping_what_is_deleted_can_be_cut_off_at_any_request() {
             sound(&tree).await;
         }
         pass_time(&world, &tree).await;
+        world.end_doubts(&tree).await;
         let mut left = vec![("back", "back"), ("there", "new")];
         if !world.read_path(&tree, "again").await.expect("bytes").is_empty() {
             left.insert(0, ("again", "second"));

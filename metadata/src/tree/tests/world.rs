@@ -220,6 +220,9 @@ impl Lease {
     }
 }
 
+/// When nothing comes any more of what was not answered.
+pub(super) const LATER: Duration = Duration::from_secs(6 * 60);
+
 /// What a world runs on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -353,6 +356,13 @@ impl World {
     /// Lets every listing expire.
     pub(super) fn pass_ttl(&self) {
         self.clock.advance(Duration::from_secs(61));
+    }
+
+    /// Lets the mover go on until nothing comes any more that was not answered.
+    pub(super) async fn end_doubts(&self, tree: &LocalTree) {
+        tree.drain().await.expect("drained");
+        self.clock.advance(LATER);
+        tree.drain().await.expect("drained");
     }
 
     /// An outsider writes an object.
