@@ -4,6 +4,7 @@
 //! hold alike is laid end to end and cut into as many equal shares as there are holders; a cut goes between elements
 //! of a whole tensor, and between rows of a part of one.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 
 use forebay_core::{Error, ErrorKind, Result};
@@ -67,8 +68,15 @@ pub fn hash(bytes: &[u8]) -> String {
 struct Held<'a> {
     tensor: &'a Descriptor,
     dtype: Dtype,
-    region: Region,
+    region: Cow<'a, Region>,
     holders: Vec<(usize, usize)>,
+}
+
+/// The parts of one tensor, each found by its region: a tensor that all ranks shard has as many as there are ranks.
+#[derive(Default)]
+struct Parts<'a> {
+    held: Vec<Held<'a>>,
+    by_region: HashMap<Cow<'a, Region>, usize>,
 }
 
 /// What each rank writes, from the descriptors of all.
@@ -147,20 +155,19 @@ fn too_many(name: &str) -> Error {
 
 /// Everything that is not one rank's own, in the order of names.
 fn held_parts(ranks: &[Vec<Descriptor>]) -> Result<Vec<Held<'_>>> {
-    let mut named: BTreeMap<&str, Vec<Held<'_>>> = BTreeMap::new();
+    let mut named: BTreeMap<&str, Parts<'_>> = BTreeMap::new();
     for (rank, descriptors) in ranks.iter().enumerate() {
         for (index, descriptor) in descriptors.iter().enumerate() {
             let region = match &descriptor.placement {
                 Placement::Local => continue,
-                Placement::Lead | Placement::Replicated => Region::whole(&descriptor.shape),
-                Placement::Part(region) => region.clone(),
+                Placement::Lead | Placement::Replicated => Cow::Owned(Region::whole(&descriptor.shape)),
+                Placement::Part(region) => Cow::Borrowed(region),
             };
-            let parts = named.entry(&descriptor.name).or_default();
-            if let Some(first) = parts.first() {
+            let Parts { held, by_region } = named.entry(&descriptor.name).or_default();
+            if let Some(first) = held.first() {
                 agree(first, descriptor, rank)?;
             }
-            let same = parts.iter_mut().find(|held| held.region == region);
-            match same {
+            match by_region.get(&region).map(|same| &mut held[*same]) {
                 Some(held) if descriptor.placement == Placement::Lead => {
                     debug_assert!(held.holders.iter().all(|(other, _)| *other < rank), "ranks come in order");
                 }
@@ -170,12 +177,13 @@ fn held_parts(ranks: &[Vec<Descriptor>]) -> Result<Vec<Held<'_>>> {
                 }
                 None => {
                     let dtype = Dtype::named(&descriptor.dtype)?;
-                    parts.push(Held { tensor: descriptor, dtype, region, holders: vec![(rank, index)] });
+                    by_region.insert(region.clone(), held.len());
+                    held.push(Held { tensor: descriptor, dtype, region, holders: vec![(rank, index)] });
                 }
             }
         }
     }
-    Ok(named.into_values().flatten().collect())
+    Ok(named.into_values().flat_map(|parts| parts.held).collect())
 }
 
 fn agree(first: &Held<'_>, other: &Descriptor, rank: usize) -> Result<()> {
@@ -230,10 +238,10 @@ fn part_of(held: &Held<'_>, bytes: std::ops::Range<u64>, size: u64) -> (Region, 
     let rows = held.region.lengths.first().copied().unwrap_or(1);
     let is_whole = held.region.is_whole(&held.tensor.shape);
     if bytes.start == 0 && bytes.end == size && (!is_whole || held.holders.len() == 1) {
-        return (held.region.clone(), size);
+        return (held.region.clone().into_owned(), size);
     }
     if size == 0 {
-        return (held.region.clone(), 0);
+        return (held.region.clone().into_owned(), 0);
     }
     // Slices of a tensor are of one kind: whole tensors that several hold are cut as flat ranges, even into one.
     if is_whole {
@@ -243,7 +251,7 @@ fn part_of(held: &Held<'_>, bytes: std::ops::Range<u64>, size: u64) -> (Region, 
     }
     let unit = size / rows.max(1);
     let (from, to) = (bytes.start / unit, bytes.end / unit);
-    let mut region = held.region.clone();
+    let mut region = held.region.clone().into_owned();
     (region.offsets[0], region.lengths[0]) = (held.region.offsets[0] + from, to - from);
     (region, to * unit)
 }
