@@ -26,7 +26,8 @@ impl Volume {
     /// for a moment while more is on its way than they hold: what leaves them now has to be copied when they are sealed.
     ///
     /// # Errors
-    /// `Unavailable` when the store does not take what one file holds: it would take no other's.
+    /// `Unavailable` when the store does not take what one file holds: it would take no other's. What else keeps files from
+    /// leaving, where nothing else leaves or there is no room without them.
     ///
     /// [`Upload::relieve`]: forebay_io::object::Upload::relieve
     pub(crate) async fn charge_write(&self, bytes: u64) -> Result<Permit> {
@@ -42,8 +43,8 @@ impl Volume {
             let finish = uploads * MIN_PART_BYTES + bytes > self.budget.largest();
             let beginnings: u64 = open.iter().map(|inode| inode.look(Content::dirty)).sum();
             let mut kept = beginnings;
-            let mut failure = None;
-            for inode in open {
+            let (mut failure, mut stuck, mut others) = (None, 0, false);
+            for inode in &open {
                 if let Poll::Ready(permit) = futures::poll!(granted.as_mut()) {
                     return Ok(permit);
                 }
@@ -53,21 +54,26 @@ impl Volume {
                     break;
                 }
                 match inode.relieve(finish).await {
-                    Ok(bytes) => kept += bytes,
-                    // It sticks to its own file; here it matters only if there is no room without it.
+                    Ok(bytes) => {
+                        kept += bytes;
+                        others |= !inode.look(Content::readable);
+                    }
+                    Err(error) if error.kind() == ErrorKind::Unavailable => {
+                        (failure, others) = (Some(error), false);
+                        break;
+                    }
+                    // It sticks to its own file; here it matters only if there is no room without that.
                     Err(error) => {
-                        let is_away = error.kind() == ErrorKind::Unavailable;
+                        stuck += inode.look(Content::dirty);
                         failure = Some(error);
-                        if is_away {
-                            break;
-                        }
                     }
                 }
             }
+            let leaves_room = others && stuck + uploads * MIN_PART_BYTES + bytes <= self.budget.largest();
             match (futures::poll!(granted.as_mut()), failure) {
                 (Poll::Ready(permit), _) => return Ok(permit),
-                (Poll::Pending, Some(error)) => return Err(error),
-                (Poll::Pending, None) => {}
+                (Poll::Pending, Some(error)) if !leaves_room => return Err(error),
+                (Poll::Pending, _) => {}
             }
             if let Ok(permit) = tokio::time::timeout(pause, granted.as_mut()).await {
                 return Ok(permit);

@@ -4,7 +4,7 @@ use std::pin::pin;
 
 use forebay_core::units::MIB;
 use forebay_io::mem::{Budget, Class};
-use forebay_io::object::{Bucket, Faults, OperationKind};
+use forebay_io::object::{Bucket, FaultMode, Faults, OperationKind};
 use futures::FutureExt;
 
 use super::support::{Fixture, READ, create, object, open, pattern, run};
@@ -146,6 +146,45 @@ fn a_writer_without_room_does_not_wait_for_a_file_that_is_being_committed() {
         flush.await.expect("it ends").expect("flush");
         for file in &files {
             file.release().await.expect("release");
+        }
+        volume.close().await.expect("close");
+    });
+}
+
+/// A writer without room was given the error of another file, which the store denied, while enough was on its way to make room.
+#[test]
+fn a_writer_without_room_is_not_given_the_error_of_another_file() {
+    run(async {
+        let faults = Faults::new();
+        let mut fixture = narrow(&faults);
+        fixture.budget = Budget::new(32 * MIB);
+        let volume = fixture.open().await;
+        let files =
+            [create(&volume, "big").await, create(&volume, "denied").await, create(&volume, "c").await];
+        // The request that begins the upload, and its first part.
+        let gate = faults.gate(2);
+        files[0].write(0, pattern(1, 0..9 * MIB)).await.expect("write");
+        gate.reached().await;
+        files[1].write(0, pattern(2, 0..3 * MIB)).await.expect("write");
+        faults.of_keys_with(".forebay/blobs");
+        for nth in 1..100 {
+            faults.script(OperationKind::Put, nth, FaultMode::Deny);
+        }
+        let about_to_be_written = volume.charge_write(8 * MIB).await.expect("room");
+        let (writer, ()) = tokio::join!(files[2].write(0, pattern(3, 0..7 * MIB)), async {
+            while faults.injected() == 0 {
+                tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+            }
+            gate.open();
+        });
+        writer.expect("it waits for what is on its way");
+        drop(about_to_be_written);
+        faults.clear();
+        for file in &files {
+            file.release().await.expect("release");
+        }
+        for (name, seed, end) in [("big", 1, 9), ("denied", 2, 3), ("c", 3, 7)] {
+            assert!(object(&fixture.bucket, name).await == pattern(seed, 0..end * MIB), "{name}");
         }
         volume.close().await.expect("close");
     });
