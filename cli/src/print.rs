@@ -15,7 +15,8 @@ pub(crate) fn json(value: &impl Serialize) -> Result<()> {
     Ok(())
 }
 
-/// Prints rows in columns, each as wide as its widest cell.
+/// Prints rows in columns, each as wide as its widest cell, and each on one line: control characters, as names may have, are escaped
+/// as Rust has them.
 pub(crate) fn table(rows: &[Vec<String>]) {
     put(&columns(rows));
 }
@@ -45,12 +46,16 @@ fn put(text: &str) {
 }
 
 fn columns(rows: &[Vec<String>]) -> String {
+    let escaped = |cell: &String| -> String {
+        cell.chars().map(|c| if c.is_control() { c.escape_default().to_string() } else { c.into() }).collect()
+    };
+    let rows: Vec<Vec<String>> = rows.iter().map(|row| row.iter().map(escaped).collect()).collect();
     let count = rows.iter().map(Vec::len).max().unwrap_or(0);
     let cell = |row: &Vec<String>, column: usize| row.get(column).map_or(0, |cell| cell.chars().count());
     let widths: Vec<usize> =
         (0..count).map(|column| rows.iter().map(|row| cell(row, column)).max().unwrap_or(0)).collect();
     let mut text = String::new();
-    for row in rows {
+    for row in &rows {
         let mut line = String::new();
         for (cell, width) in row.iter().zip(&widths) {
             // Writing to a string cannot fail.
@@ -93,6 +98,8 @@ mod tests {
         let rows = [row(["STEP", "STATE"]), row(["1,000", "größer"]), row(["2", ""])];
         assert_eq!(columns(&rows), "STEP   STATE\n1,000  größer\n2\n");
         assert_eq!(columns(&[]), "");
+        let names = [row(["a\nb", "x"]), row(["\u{1b}[2Jc", "\u{9b}"])];
+        assert_eq!(columns(&names), "a\\nb        x\n\\u{1b}[2Jc  \\u{9b}\n");
     }
 
     #[test]

@@ -275,7 +275,10 @@ fn failure(outcome: &Outcome, lost: u64, dry_run: bool, pin: bool) -> Option<Err
     let absent = outcome.missing_blocks + lost;
     let message = format!("{absent} of {} blocks are not in the cache", outcome.blocks);
     let hint = match outcome.failures.is_empty() {
-        true => "the cache is smaller than the data, or its disk fails: give it more room with --cache-size",
+        true => {
+            "the cache is smaller than the data, in which each file takes 4 KiB at least (give it more room with --cache-size), or its \
+             disk is full or fails"
+        }
         false => "see why above, and run it again: what is in the cache is not fetched again",
     };
     Some(Error::new(ErrorKind::Unavailable, message).with_hint(hint))
