@@ -94,6 +94,26 @@ impl OpenInode {
         outcome.is_ok()
     }
 
+    /// Where the tree follows another one, seconds behind it, the file may be one that was removed, or replaced by a rename: looks
+    /// for the first of its bytes, which who opens a file reads next.
+    ///
+    /// # Errors
+    /// `Stale` where it is, and they are gone.
+    pub(crate) async fn check_outlived(&self) -> Result<()> {
+        let follows = self.store.tree.local().is_some_and(|tree| tree.lag().is_some());
+        if !follows || self.read_now(0, 1, false).is_some() {
+            return Ok(());
+        }
+        match self.read(0, 1).await {
+            Err(error) if error.kind() == ErrorKind::Stale => {
+                let named = self.store.tree.attributes(self.ino).await.is_ok_and(|found| found.nlink > 0);
+                if named { Ok(()) } else { Err(error) }
+            }
+            // Who reads is told.
+            _ => Ok(()),
+        }
+    }
+
     /// Shows what other mounts wrote, unless something is being written here, which goes over that when it is committed. What
     /// was committed here and is not in the tree any more was lost with the process that served that: each handle is told.
     pub(crate) async fn catch_up_with_others(&self) {

@@ -18,9 +18,18 @@ struct Moment {
 
 impl Volume {
     /// Opens a file.
+    ///
+    /// # Errors
+    /// `Stale` where the tree follows another one, in which the file has no name any more, and its bytes are gone: the name that
+    /// led to it leads elsewhere by now.
     pub async fn open(self: &Arc<Self>, ino: InodeId, access: Access) -> Result<Arc<File>> {
         let inode = self.acquire(ino).await?;
-        self.hand_out(inode, access).await
+        let file = self.hand_out(inode.clone(), access).await?;
+        if let Err(error) = inode.check_outlived().await {
+            file.release().await?;
+            return Err(error);
+        }
+        Ok(file)
     }
 
     /// A handle on an inode that was acquired for it.
