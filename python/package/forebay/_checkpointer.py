@@ -207,7 +207,7 @@ class Checkpointer(Saver):
     def restore(
         self, state: Any, step: Optional[options.StepName] = None, *, only: Optional[Sequence[str]] = None
     ) -> Optional[int]:
-        """Brings `state` back to the newest step that is whole, or to `step`; gives the step, or None if there is none.
+        """Brings `state` back to the newest step that is whole, or to `step`, one for all ranks; gives it, or None if there is none.
 
         Tensors and arrays are filled in place, objects are given their state, plain values are replaced. Modules, and
         optimizers beside them, keep the element types that they have; any other tensor is of the one that was saved. Where
@@ -456,7 +456,7 @@ class Checkpointer(Saver):
         return self._past.metrics(forebay_saves_skipped=self.skipped, **missed)
 
     def latest(self) -> Optional[int]:
-        """The newest committed step, or None. Whether it is whole is seen when it is read."""
+        """The newest committed step, or None. Whether it is whole is seen when it is read. Ranks may hear of different ones."""
         steps = newest_steps(self._url) if exists(self._url) else []
         return steps[0][0] if steps else None
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union
 
-from . import _native
+from . import _asked, _native
 from ._errors import CheckpointCorrupt, CheckpointError, warn
 from ._ranks import Ranks, use_together
 from ._sources import (
@@ -25,6 +25,9 @@ from ._sources import (
 from ._url import digest, exists, store_name
 
 T = TypeVar("T")
+
+LOOK = "look for what is in memory"
+"""What ranks are at when they first meet for a restore."""
 
 PATIENCE_S = 5.0
 """How long the store may take to say whether the job was started elsewhere; it may be what is out of reach."""
@@ -74,7 +77,7 @@ class Memory:
 
     def use(self, step: Optional[int], use: Callable[[_native.Step], T], session: _native.Session, nonce: str) -> Optional[T]:
         """Calls `use` with the newest step that all ranks hold, or with `step`; all ranks do, or none. This rank's own is what
-        the `session` of the start of that `nonce` has.
+        the `session` of the start of that `nonce` has. Raises `CheckpointInvalid` where ranks do not ask for the same step.
 
         None where they hold none, the job was started elsewhere since, the step was committed and deleted since, or what
         they hold is damaged, which is a warning.
@@ -94,10 +97,12 @@ class Memory:
             if held is not None:
                 self._visited[place] = held
             self.start = None if held is None else held.start
-            return {"place": place, **words_of(held, is_own=bool(opened)), "strays": self._strays()}
+            found = {"place": place, **words_of(held, is_own=bool(opened)), "strays": self._strays()}
+            return {**_asked.told(step), **found}
 
         try:
-            words = self._ranks.gather("look for what is in memory", look)
+            words = self._ranks.gather(LOOK, look)
+            _asked.refuse_different(words)
             used = self._use(step, use, words)
         finally:
             for one in opened:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Callable, Literal, Optional, TypeVar
 
-from . import _native
+from . import _asked, _native
 from . import _options as options
 from ._errors import CheckpointCorrupt, CheckpointNotFound, warn
-from ._held import Memory
+from ._held import LOOK, Memory
 from ._loading import NoStep, telling_what_was_read, with_step
 from ._local import LocalCopies
 from ._others import await_left, await_others
@@ -78,11 +78,13 @@ class Ladder:
         with the nonce of their start. Before the store is asked, what is on its way there has to `settle`; before the local
         disk is, that which is not there.
 
-        Raises as `with_step` does.
+        Raises as `with_step` does, and `CheckpointInvalid` where ranks do not ask for the same step.
         """
         self.passed_over, self.seen = (), None
         number, start = options.step_name(step)
         if start is not None:
+            # Others may look for a step in memory, where they tell which.
+            _asked.refuse_different(self._ranks.gather(LOOK, lambda: _asked.told(number, start)))
             # Nearer tiers hold what this job saves, of which no other start saved anything again.
             settle(number, False)
             return with_step(self._url, step, self._ranks, use, self._note, self._pass_over)
