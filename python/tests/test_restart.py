@@ -118,7 +118,7 @@ def test_a_killed_trainer_goes_on_without_the_store(tmp_path: Path) -> None:
 
 
 def test_the_place_where_agents_are_found_is_handed_from_one_to_the_next(tmp_path: Path) -> None:
-    name = f"\0{_native.PLACES}{_held.digest(os.getuid(), _held.store_name(f'file://{tmp_path}'))}-0-1"
+    name = f"\0{forebay.Checkpointer(tmp_path)._ladder.arena.place(0)}"
 
     def holder() -> int:
         """The process that visitors are told to find there: its memory is what they ask to be let go of."""

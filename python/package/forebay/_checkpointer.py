@@ -84,8 +84,8 @@ class Checkpointer(Saver):
             WORLD_SIZE of the environment. `(0, 1)` saves alone.
         flush_rate: Bytes a second that each rank's agent sends to the store at most, such as `200MiB`; by default as fast as
             it can with what the training leaves of the processors, and while the job waits for a save as fast as it can.
-        local: A directory of this host's disk, the same for all ranks, where the agent keeps copies of the newest steps: a
-            restore reads them where memory is gone, and needs no store. For ranks of one host. By default none.
+        local: A directory of this host's disk, one for all ranks and for no other job at the same path (`/output` in containers),
+            with copies of the newest steps: a restore reads them where memory is gone, and needs no store. For one host. By default none.
         local_keep: Steps that stay there; a directory needs room for one more.
         local_bytes: Bytes that copies take there at most, such as `200GiB`, an equal share for each rank: older steps that are
             in the store go first, and the newest that is not stays. A step that does not fit is stored without a copy, which

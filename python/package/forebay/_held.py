@@ -22,7 +22,7 @@ from ._sources import (
     lost_ranks,
     words_of,
 )
-from ._url import digest, exists, store_name
+from ._url import digest, exists, memory_name
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class Memory:
 
     def _places(self) -> str:
         """What the names of such places begin with, of all ranks, however many there are."""
-        return f"{_native.PLACES}{digest(os.getuid(), store_name(self._url))}-"
+        return f"{_native.PLACES}{digest(os.getuid(), memory_name(self._url))}-"
 
     def use(self, step: Optional[int], use: Callable[[_native.Step], T], session: _native.Session, nonce: str) -> Optional[T]:
         """Calls `use` with the newest step that all ranks hold, or with `step`; all ranks do, or none. This rank's own is what

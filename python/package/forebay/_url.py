@@ -10,6 +10,7 @@ from typing import Any, Union
 
 from . import _native
 from ._errors import CheckpointDenied, CheckpointError, CheckpointInvalid, CheckpointNoSpace, CheckpointNotFound
+from ._mounts import mount_of
 
 
 _KINDS: dict[int, type[CheckpointError]] = {
@@ -91,8 +92,15 @@ def missing(place: str, hint: str) -> CheckpointNotFound:
 
 
 def store_name(url: str) -> list[Any]:
-    """What tells the place at a URL from those of that name in other stores."""
+    """What tells the place at a URL from those of that name in other stores; of directories nothing but the path, as this is to
+    be the same after the host started anew."""
     return [url, *(os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"))]
+
+
+def memory_name(url: str) -> list[Any]:
+    """As `store_name`, for as long as the host runs: directories of one path in several containers are told apart."""
+    mount = mount_of(os.path.normpath(url[len("file://") :])) if url.startswith("file:///") else []
+    return [*store_name(url), *mount]
 
 
 def digest(*facts: Any) -> str:
