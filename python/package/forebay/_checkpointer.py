@@ -55,7 +55,7 @@ class Checkpointer(Saver):
     Args:
         url: Where the steps lie: `s3://bucket/prefix`, `gs://`, `az://`, `file:///directory`, or a directory.
         every: `step` saves when the step is a multiple of it; None leaves saving to `save_now`.
-        every_minutes: `step` also saves when so many minutes passed since it last did; rank 0's clock counts.
+        every_minutes: `step` also saves when so many minutes passed since it last did; rank 0's clock counts, as of `on_signal`.
         keep: Steps to keep, the newest ones; None keeps all.
         keep_every: Of the others, those stay that are multiples of it. Pinned ones (`forebay ckpt pin`) stay as well.
         rng: Whether to save and restore the random number generators of Python, numpy and torch as well, those that were
@@ -72,8 +72,9 @@ class Checkpointer(Saver):
         max_failures: With `warn`, saves that fail in a row before it is raised after all; one that becomes durable starts
             the count anew, and so does raising it.
         on_signal: Signals, such as `SIGTERM`, upon which the next `step` saves, waits until that is committed, and then
-            lets the signal do what it did before; a second one does so at once. Wherever it arrives, all ranks save. What went
-            wrong with saves before comes after that one, as a `CheckpointWarning` where it is committed.
+            lets the signal do what it did before; a second one does so at once. Wherever it arrives, all ranks save: they ask each
+            other about twice a second, at every 16th step at the latest. What went wrong with saves before comes after that one, as
+            a `CheckpointWarning` where it is committed.
         allow_pickle: Whether objects of any other type may be pickled. Loading a pickle can run any code.
         copy_threads: Threads that copy; by default up to four, as the processors allow, and up to 16 of a restore.
         agent_log: A file for whatever the agent process prints; by default it is dropped.
@@ -179,7 +180,7 @@ class Checkpointer(Saver):
         linger_s = LINGER_S if given["linger"] is None else given["linger"]
         super().__init__(place, start, session, group, copies, threads, linger_s, log, outcomes, Notice(signals), exchange)
         self._has_place = is_used
-        self._schedule = Schedule(given["every"], given["every_minutes"])
+        self._schedule = Schedule(given["every"], given["every_minutes"], self._notice)
         self._on_busy = on_busy
         self._planner = Planner(self._ranks)
         self._newest: Optional[int] = None
@@ -336,16 +337,17 @@ class Checkpointer(Saver):
         """As `step`, with a state that is made only where it is looked at."""
         step = options.whole("step", step, least=0, may_lack=False)
         with self._lock:
+            self._schedule.count()
             self._begin_use()
             failed = self._await_sources_first()
             self._ensure_agent()
-            # These may be meetings of all ranks, which none may leave out.
-            is_told = self._is_told()
+            # This may be a meeting of all ranks, which none may leave out.
+            is_told, is_time = self._schedule.hear(self._ranks)
             if failed is not None and not is_told:
                 failed._raise_if_failed()
             elif failed is not None:
                 self._outcomes.follow(failed)
-            saves = is_told or self._schedule.is_due(step, self._ranks)
+            saves = is_told or is_time or self._schedule.is_due(step)
             if saves:
                 self._finish_sealing()
             if not is_told:
@@ -488,16 +490,6 @@ class Checkpointer(Saver):
         super()._let_go(is_done)
         # It refers to this one: neither would be freed before Python's collector comes.
         self._last = None
-
-    def _is_told(self) -> bool:
-        """Whether a signal asks this job to end; one that came to any rank is from now on every rank's."""
-        if not self._notice.is_used:
-            return False
-        words = self._ranks.gather("look for signals", lambda: {"signal": self._notice.received})
-        told = [word["signal"] for word in words if word["signal"] is not None]
-        if told and self._notice.received is None:
-            self._notice.received = told[0]
-        return bool(told)
 
     def _await_sources_first(self) -> Optional[Save]:
         """Waits for what is read of the state. Gives its save where that failed, which a signal that asks for another save puts
