@@ -274,7 +274,8 @@ impl OpenInode {
             writer.note_piece(offset, length as u64, size);
         }
         if let Some(stream) = &mut writer.stream {
-            if offset == self.look(Content::size) {
+            let is_room_left = stream.upload.parts() < self.store.write.stream_parts;
+            if is_room_left && offset == self.look(Content::size) {
                 if let Err(error) = stream.upload.write_charged(data, permit).await {
                     return Err(self.lose_stream(&mut writer, error).await);
                 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use forebay_cache::CacheSettings;
 use forebay_core::units::{KIB, MIB, format_bytes};
 use forebay_core::{Error, Result};
-use forebay_io::object::StoreSettings;
+use forebay_io::object::{MAX_PARTS, StoreSettings};
 use forebay_metadata::kv::SlateSettings;
 use forebay_metadata::tree::{ImportSettings, TreeSettings};
 use serde::{Deserialize, Serialize};
@@ -42,6 +42,10 @@ pub struct WriteSettings {
     /// Bytes of the largest file of a packed directory that shares an object with others. Default 256 KiB: at that size
     /// a request of its own costs little more than the bytes.
     pub pack_max_bytes: u64,
+    /// Parts after which an upload is completed, and its file goes on in blobs: where memory is short, parts are sent before they are
+    /// full, and a store takes 10,000. Tests alone have another number.
+    #[serde(skip)]
+    pub(crate) stream_parts: usize,
 }
 
 impl Default for WriteSettings {
@@ -52,6 +56,7 @@ impl Default for WriteSettings {
             deadline_ms: 30_000,
             seal_max_bytes: 1024 * MIB,
             pack_max_bytes: 256 * KIB,
+            stream_parts: MAX_PARTS - 1_000,
         }
     }
 }

@@ -255,6 +255,11 @@ impl Upload {
         self.state.as_ref().is_some_and(|state| state.offset > 0)
     }
 
+    /// Parts that were sent, of [`MAX_PARTS`]: short ones count as much as others.
+    pub fn parts(&self) -> usize {
+        self.state.as_ref().map_or(0, |state| state.parts.len())
+    }
+
     /// Bytes written so far.
     pub fn written(&self) -> u64 {
         self.state.as_ref().map_or(0, |state| state.offset + state.pending_bytes)

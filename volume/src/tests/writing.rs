@@ -40,6 +40,33 @@ fn a_sequential_write_is_one_upload_and_no_other_request() {
     });
 }
 
+/// An upload of parts that were sent early, as memory was short, came to the 10,000 that a store takes at some 50 GiB, and all of it was
+/// lost.
+#[test]
+fn a_file_goes_on_where_its_upload_has_as_many_parts_as_it_may() {
+    run(async {
+        let mut fixture = Fixture::new(Bucket::in_memory());
+        (fixture.write.buffer_bytes, fixture.write.stream_parts) = (8 * MIB, 2);
+        let volume = fixture.open().await;
+        let file = create(&volume, "big").await;
+        let before = fixture.bucket.counters();
+        for at in 0..60 {
+            file.write(at * MIB, pattern(1, at * MIB..(at + 1) * MIB)).await.expect("write");
+        }
+        let asked = fixture.bucket.counters().since(&before);
+        assert_eq!(asked.of(OperationKind::Complete).requests, 1, "the rest lies in blobs");
+        file.fsync().await.expect("fsync");
+        let written = file.read(0, 60 << 20).await.expect("read");
+        assert!(written == pattern(1, 0..60 * MIB));
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
+        assert!(
+            object(&fixture.bucket, "big").await == pattern(1, 0..60 * MIB),
+            "it is one object in the end"
+        );
+    });
+}
+
 /// Promise S5: an object shows what is written front to back once somebody syncs, reads or renames the file, where more files
 /// are written at once than `--memory` has room for, or once somebody writes elsewhere in it: then as it was before that write.
 #[test]
