@@ -187,6 +187,8 @@ class Checkpointer(Saver):
         """The step that all ranks last agreed to save."""
         self._last: Optional[Save] = None
         """The save of it, unless it failed here before it was one."""
+        self._back_at: Optional[tuple[str, int]] = None
+        """The step before that one which the job went back to since, and the start of its start's nonce."""
         self._missed_before = [0, 0]
         """Copies that sessions before this one missed, on the local disk and in other hosts' memory."""
         self._past = Timeline(self._ranks.rank)
@@ -314,17 +316,28 @@ class Checkpointer(Saver):
         by_card, passed_over = found.rdma_bytes, self._ladder.passed_over
         tier = "peer" if found.tier == "arena" and self._ladder.arena.is_of_peers else found.tier
         self.restored = Restored(found.step, tier, rank, size, seconds, passed_over, by_card)
-        # As all ranks know it: this one may have failed where others saved.
-        if goes_back and self._newest is not None and found.step < self._newest:
-            # No rank begins anew while another one waits for the store.
-            self._settle_together(None, False)
-            start = new_start()
-            self._missed_before = [self.copies_missed, self.replicas_missed]
-            self._begin_anew(start, self._open_session(start))
-            self._last, self._newest, self._has_memory = None, None, False
-        self._session.go_on_from(found.attempt, found.step)
+        origin = found.attempt, found.step
+        if goes_back:
+            # As all ranks know it: this one may have failed where others saved.
+            self._back_at = origin if self._newest is not None and found.step < self._newest else None
+        if self._back_at is None:
+            self._session.go_on_from(*origin)
         self._past.append(self.restored)
         return found.step
+
+    def _begin_from(self, origin: tuple[str, int], waits: bool) -> bool:
+        """Goes on as another start, from a step that the job went back to. Not before it saves: until then what this start sealed
+        stays in memory, and nobody waits for the store. False where saves of it are under way, on any rank, unless it `waits`."""
+        # No rank begins anew while another one waits for the store.
+        if not self._settle_together(None, may_be_near=False, is_patient=waits):
+            return False
+        start = new_start()
+        self._missed_before = [self.copies_missed, self.replicas_missed]
+        self._begin_anew(start, self._open_session(start))
+        self._last, self._newest, self._has_memory, self._back_at = None, None, False, None
+        self._session.go_on_from(*origin)
+        self._ensure_agent()
+        return True
 
     def step(self, step: int, state: Any) -> Optional[Save]:
         """To be called once a step is done; saves if `every` says so. Tells what went wrong with earlier saves (`on_error`).
@@ -522,7 +535,10 @@ class Checkpointer(Saver):
     @uncollected
     def _save(self, step: int, state: Any, must: bool = False) -> Optional[Save]:
         """Saves; None where there is no room, unless it `must`: then a save of the step that is there, or on its way, will do."""
-        begun = now()
+        begun, waits = now(), must or self._on_busy == "wait"
+        if self._back_at is not None and not self._begin_from(self._back_at, waits):
+            self.skipped += 1
+            return None
         flattener = Flattener(self._allow_pickle, self._replicated)
         extras: list[tuple[str, str]] = []
         trouble: Optional[Trouble] = None
@@ -545,7 +561,7 @@ class Checkpointer(Saver):
             structure = "" if is_alone else self._planner.structure(flattener.leaves, flattener.ties)
             # What is to be raised is not kept waiting.
             is_over = trouble is not None or fate == "saved"
-            room = is_over or self._has_room(must or self._on_busy == "wait")
+            room = is_over or self._has_room(waits)
             fact = None if trouble is None else trouble.as_fact()
             # Tells this try of the step from another one, of which something may be in the store.
             number = None if is_alone else secrets.randbits(64)

@@ -440,9 +440,9 @@ class Saver:
             self._listen(left)
         return True
 
-    def _settle_together(self, step: Optional[int], may_be_near: bool) -> None:
+    def _settle_together(self, step: Optional[int], may_be_near: bool, is_patient: bool = True) -> bool:
         """Waits until no rank has a save of `step` under way, or any save if that is None; one with a copy on the local disk
-        of each rank, if it is the newest, will do where it `may_be_near`."""
+        of each rank, if it is the newest, will do where it `may_be_near`. False where one has, and it is not to wait."""
         waits = False
 
         def look() -> dict[str, Any]:
@@ -453,7 +453,9 @@ class Saver:
             return {"waits": waits}
 
         while any(word["waits"] for word in self._ranks.gather("settle saves", look)):
-            pass
+            if not is_patient:
+                return False
+        return True
 
     def _listen(self, patience_s: float) -> None:
         """Takes what the agent said; replaces it if it died."""
