@@ -26,6 +26,7 @@ use crate::restore::Address;
 use crate::shard::{ShardLayout, TensorSpec};
 
 mod adopt;
+mod anew;
 mod crowd;
 mod open_memory;
 mod pending;
@@ -230,16 +231,6 @@ impl Session {
         // A failure here is the agent's death, and the next one is told.
         self.send(&Request::GoOn(origin.clone()), None).ok();
         self.origin = Some(origin);
-    }
-
-    /// This start and those that it comes after, by the beginnings of their nonces.
-    pub fn lineage(&self) -> Vec<String> {
-        self.hello.after.iter().cloned().chain([attempt_of(&self.hello.start.nonce).to_owned()]).collect()
-    }
-
-    /// Notes that this start comes after those of a `lineage`; said before an agent is greeted.
-    pub fn come_after(&mut self, lineage: &[String]) {
-        lineage.iter().for_each(|attempt| self.hello.comes_after(attempt));
     }
 
     /// Notes the highest number of a start that this one saw in the store; said before the first agent is greeted.

@@ -193,12 +193,20 @@ impl Session {
         py.detach(|| self.0.lock().go_on_from(Origin { attempt, step }));
     }
 
-    /// Notes that this start comes after that of `former`, and after whatever that came after, before an agent is greeted.
-    fn come_after(&self, py: Python<'_>, former: &Session) {
-        py.detach(|| {
-            let lineage = former.0.lock().lineage();
-            self.0.lock().come_after(&lineage);
-        });
+    /// Goes on as another start (nonce, host, process, milliseconds since 1970), from a step that is given by the start of its
+    /// start's nonce, once no save is under way; before another agent is greeted. When it began, the store had starts up to
+    /// the number `seen`, if it told.
+    fn begin_anew(
+        &self,
+        py: Python<'_>,
+        start: (String, String, u32, u64),
+        seen: Option<u64>,
+        origin: (String, u64),
+    ) {
+        let (nonce, host, pid, started_ms) = start;
+        let start = Start { nonce, host, pid, started_ms };
+        let (attempt, step) = origin;
+        py.detach(|| self.0.lock().begin_anew(start, seen, Origin { attempt, step }));
     }
 
     /// Notes the highest number that a start had in the store when this one looked there, before an agent is greeted.

@@ -15,8 +15,9 @@ import torch
 
 import forebay
 from forebay import _native
+from forebay._ranks import new_start
 
-from .conftest import Child, Gate, wait_until
+from .conftest import Child, Gate, raising, wait_until
 from .test_crash import is_running
 from .test_ranks import run_ranks, start_ranks
 from .test_restart import LINGER_S, end, held_until, kill, memory_of, restored
@@ -268,6 +269,50 @@ def test_a_copy_of_what_is_under_way_is_restored_while_the_store_is_away(
         assert save.wait_durable(60)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_job_that_went_back_takes_no_number_after_another_start(tmp_path: Path, ranks: int) -> None:
+    """It takes its number once it saves, and would supersede whoever goes on elsewhere since it looked."""
+
+    def work(rank: int) -> Any:
+        with forebay.Checkpointer(tmp_path, ranks=(rank, ranks), replicated=["frozen"]) as job:
+            for step in (1, 2):
+                job.save_now(step, state_of(rank, step, 1))
+            assert job.wait() and job.restore(state_of(rank, 0, 0), step=1) == 1
+            if rank == 0:
+                _native.begin_job(f"file://{tmp_path}", *new_start())
+            with pytest.raises(forebay.CheckpointSuperseded):
+                save = job.save_now(2, state_of(rank, 2, 2))
+                assert save is not None and save.wait_durable(60)
+            return job.steps()
+
+    assert run_ranks(ranks, work, with_gloo=False) == [[1, 2]] * ranks
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_ranks_that_cannot_begin_anew_are_where_they_went_back_to(tmp_path: Path) -> None:
+    """A start of several takes its number in the store, which may be away by then."""
+
+    def work(rank: int) -> Any:
+        begun = []
+        with forebay.Checkpointer(tmp_path, ranks=(rank, 2), replicated=["frozen"]) as job:
+            for step in (1, 2):
+                job.save_now(step, state_of(rank, step, 1))
+            assert job.wait() and job.restore(state_of(rank, 0, 0), step=1) == 1
+            agent = job._agent.pid
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(_native, "begin_job", raising(forebay.CheckpointUnavailable("it is away")))
+                with pytest.raises(forebay.CheckpointUnavailable, match="it is away"):
+                    job.save_now(2, state_of(rank, 2, 2))
+            begun.append(job._agent.pid == agent)
+            assert job.restore(state_of(rank, 0, 0), step=1) == 1 and job.restored is not None
+            tier = job.restored.tier
+            assert job.save_now(2, state_of(rank, 2, 2)).wait_durable(60)
+            return [*begun, tier, job._agent.pid == agent]
+
+    assert run_ranks(2, work, with_gloo=False) == [[True, "arena", False]] * 2
+    assert forebay.load(tmp_path)["attempt"] == 2
+
+
 UNKNOWN = "step 2 is restored from memory, and it is not known whether the job went on elsewhere"
 
 
@@ -332,6 +377,9 @@ def test_a_job_goes_back_while_the_store_is_away(
             assert all(save.wait_durable(60) for save in saves)
             again = job.save_now(3, state_of(rank, 3, 2))
             assert again is not None and again.wait_durable(60)
+            # Nor is it gone now: what the job left made room.
+            assert job.restore(state_of(rank, 0, 0), step=2) == 2
+            assert job.restored is not None and job.restored.tier == "arena"
 
     children = start_ranks(ranks, work, with_gloo=False)
     for what, act in (("shut", gate.shut), ("open", gate.open)):
@@ -342,6 +390,25 @@ def test_a_job_goes_back_while_the_store_is_away(
     loaded = forebay.load(url)
     assert (loaded["n"], loaded["attempt"]) == (3, 2) and forebay.Checkpointer(url).steps() == [1, 2, 3]
     assert _native.verify(url, None) == []
+
+
+def test_a_job_goes_back_to_the_local_disk_while_the_store_is_away(
+    gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay._held.PATIENCE_S", 0.1)
+    gate.open()
+    url = f"s3://checkpoints/{tmp_path.name}"
+    with forebay.Checkpointer(url, local=tmp_path, local_keep=5) as job:
+        saves = seal_two(job, 0, lambda _: gate.shut())
+        state = state_of(0, 0, 0)
+        with pytest.warns(forebay.CheckpointWarning, match="step 1 is restored from the local disk"), without_waiting(job):
+            assert job.restore(state, step=1) == 1
+        assert state["n"] == 1 and job.restored is not None and job.restored.tier == "local"
+        assert not any(save.durable for save in saves)
+        gate.open()
+        again = job.save_now(2, state_of(0, 2, 2))
+        assert again is not None and again.wait_durable(60) and all(save.durable for save in saves)
+    assert forebay.load(url)["attempt"] == 2
 
 
 def test_a_job_that_went_back_and_forth_is_where_it_was(tmp_path: Path) -> None:

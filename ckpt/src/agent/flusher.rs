@@ -492,9 +492,10 @@ impl Flusher {
             }
             (None, Some(member)) => member.run.clone(),
             (None, None) => {
-                // A trainer that died may have a successor, here or elsewhere.
+                // A trainer that died, or went back a while ago, may have a successor, here or elsewhere.
                 let (hello, trainer) = (&self.hello, &self.trainer);
-                let is_over = |newest: &Run| trainer.is_gone() && hello.is_outrun_by(newest);
+                let is_late = || trainer.is_gone() || hello.is_back;
+                let is_over = |newest: &Run| is_late() && hello.is_outrun_by(newest);
                 let seen = Some(hello.seen.unwrap_or(0));
                 begin_run_unless(&bucket, hello.start.clone(), seen, is_over).await?
             }

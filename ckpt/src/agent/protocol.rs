@@ -41,6 +41,10 @@ pub struct Hello {
     /// The highest number that a start had in the store when this one looked there for a step; none where it did not.
     #[serde(default)]
     pub seen: Option<u64>,
+    /// Whether it is of a job that went back to an earlier step in one process. It takes its number when it saves, which may be
+    /// long after it looked: not where another start began meanwhile.
+    #[serde(default)]
+    pub is_back: bool,
 }
 
 /// Starts that are remembered: an older one is nobody's newest any more.
@@ -60,6 +64,7 @@ impl Hello {
             replication: None,
             after: Vec::new(),
             seen: None,
+            is_back: false,
         }
     }
 

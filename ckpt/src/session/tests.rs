@@ -579,7 +579,7 @@ fn the_start_whose_step_was_restored_comes_last() {
     let mut session = fixture.unattached(None);
     session.go_on_from(Origin { attempt: "aaaaaaaa".to_owned(), step: 1 });
     // This rank's own agent was of another one.
-    session.come_after(&["bbbbbbbb".to_owned()]);
+    session.hello.comes_after("bbbbbbbb");
     session.set_lost(Vec::new(), vec![1], Vec::new());
     assert_eq!(session.hello.after, ["bbbbbbbb", "aaaaaaaa"]);
 }

@@ -7,7 +7,6 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Callable, Literal, Optional, Union
 
 from . import _native
@@ -31,7 +30,7 @@ from ._ranks import Ranks, new_start, use_together
 from ._replicas import Replicas
 from ._rng import rng_state, set_rng_state
 from ._save import TICK_S, Save, Staging, now
-from ._saver import Saver, end_former, open_session
+from ._saver import Back, Saver, end_former, open_session
 from ._schedule import Schedule
 from ._shares import Planner, share_size
 from ._signals import Names, Notice, numbers_of
@@ -63,8 +62,8 @@ class Checkpointer(Saver):
         snapshots: Copies of what this rank saves that host memory has room for: 2, one of which is written while the other is on
             its way to the store; or 1, where two do not fit. Then a save has room once the one before it is committed, or
             given up, and a job that is killed while it copies goes on from the store.
-        on_busy: What `step` does while all snapshots are still on their way to the store: `wait`, or `skip` the
-            save and count it in `skipped`.
+        on_busy: What `step` does while all snapshots are still on their way to the store, or any of those that the job went back
+            from (`restore`): `wait`, or `skip` the save and count it in `skipped`.
         on_error: What a save that failed in the background does: `raise` raises it at the next call of `step`, `save_now`,
             `wait` or `close`; `warn` makes it a `CheckpointWarning`, and the training goes on without that step. What the
             handle of a save waits for is raised either way, and so is at once what no later save can mend: a start that took
@@ -122,7 +121,7 @@ class Checkpointer(Saver):
     """
 
     skipped = 0
-    """Saves that were skipped because all snapshots were busy."""
+    """Saves that were skipped because snapshots were busy."""
     restored: Optional[Restored] = None
     """What the last `restore` did: which step, from which tier."""
 
@@ -166,10 +165,7 @@ class Checkpointer(Saver):
         group = Ranks(place, given["ranks"], given["patience"])
         self._restore_threads = given["copy_threads"] or restore_threads(None if group.are_told_apart else group.world_size)
         self._snapshots: int = given["snapshots"]
-        self._open_session = partial(
-            open_session, place, given["keep"], given["keep_every"], given["flush_rate"], self._snapshots
-        )
-        session = self._open_session(start)
+        session = open_session(place, given["keep"], given["keep_every"], given["flush_rate"], self._snapshots, start)
         log = options.log("agent_log", agent_log)
         disk = given["local"], given["local_keep"], given["local_bytes"]
         copies = None if local is None else LocalCopies(place, group, *disk)
@@ -187,10 +183,8 @@ class Checkpointer(Saver):
         """The step that all ranks last agreed to save."""
         self._last: Optional[Save] = None
         """The save of it, unless it failed here before it was one."""
-        self._back_at: Optional[tuple[str, int]] = None
-        """The step before that one which the job went back to since, and the start of its start's nonce."""
-        self._missed_before = [0, 0]
-        """Copies that sessions before this one missed, on the local disk and in other hosts' memory."""
+        self._back: Optional[Back] = None
+        """The step before that one which the job went back to since."""
         self._past = Timeline(self._ranks.rank)
         self._has_memory = False
         self._told_bytes = 0
@@ -241,9 +235,10 @@ class Checkpointer(Saver):
         missing on either side. Tensors go by their own names, values by theirs, objects other than modules (`optim.*`) whole or
         not at all; the name of a dict, list or module (`model`) means all in it. Random number generators stay as they are.
 
-        A job that goes back to a step before its last save, and on from there, may save the steps after it again: once
-        what it saved is committed, or given up, for which it waits, it goes on as another start would, and a step that it
-        saves again counts instead of the one before. That one is deleted, unless it was pinned: `step="500.2"` is step 500 as
+        A job that goes back to a step before its last save, and on from there, may save the steps after it again. It goes on at
+        once; its next save waits (`on_busy`) until what it saved before is committed, or given up, and is from then on another
+        start's. Until newer steps take its place there, the step stays in memory if it was. A step that is saved again counts
+        instead of the one before. That one is deleted, unless it was pinned: `step="500.2"` is step 500 as
         start 2 of the run saved it (the incarnation in `forebay ckpt ls`).
 
         Raises `CheckpointNotFound` or `CheckpointCorrupt` for a `step` that is missing or damaged, and
@@ -319,23 +314,21 @@ class Checkpointer(Saver):
         origin = found.attempt, found.step
         if goes_back:
             # As all ranks know it: this one may have failed where others saved.
-            self._back_at = origin if self._newest is not None and found.step < self._newest else None
-        if self._back_at is None:
+            is_back = self._newest is not None and found.step < self._newest
+            self._back = Back(new_start(), self._ladder.seen, origin) if is_back else None
+        if self._back is None:
             self._session.go_on_from(*origin)
         self._past.append(self.restored)
         return found.step
 
-    def _begin_from(self, origin: tuple[str, int], waits: bool) -> bool:
-        """Goes on as another start, from a step that the job went back to. Not before it saves: until then what this start sealed
-        stays in memory, and nobody waits for the store. False where saves of it are under way, on any rank, unless it `waits`."""
+    def _begin_from(self, back: Back, waits: bool) -> bool:
+        """Goes on as another start, from where the job went back to. Not before it saves: until then what this start sealed stays
+        in memory, and nobody waits for the store. False where saves of it are under way, on any rank, unless it `waits`."""
         # No rank begins anew while another one waits for the store.
         if not self._settle_together(None, may_be_near=False, is_patient=waits):
             return False
-        start = new_start()
-        self._missed_before = [self.copies_missed, self.replicas_missed]
-        self._begin_anew(start, self._open_session(start))
-        self._last, self._newest, self._has_memory, self._back_at = None, None, False, None
-        self._session.go_on_from(*origin)
+        self._begin_anew(back)
+        self._last, self._newest, self._back = None, None, None
         self._ensure_agent()
         return True
 
@@ -445,12 +438,12 @@ class Checkpointer(Saver):
     @property
     def copies_missed(self) -> int:
         """Saves of this rank that have no copy on the local disk (`local`), which failed, hung, or had no room."""
-        return self._missed_before[0] + self._session.copies_missed
+        return self._session.copies_missed
 
     @property
     def replicas_missed(self) -> int:
         """Saves of this rank that no other host has a copy of in its memory (`replicas`), which did not reach it, or had no room."""
-        return self._missed_before[1] + self._session.replicas_missed
+        return self._session.replicas_missed
 
     @property
     def copies_hung(self) -> int:
@@ -536,7 +529,7 @@ class Checkpointer(Saver):
     def _save(self, step: int, state: Any, must: bool = False) -> Optional[Save]:
         """Saves; None where there is no room, unless it `must`: then a save of the step that is there, or on its way, will do."""
         begun, waits = now(), must or self._on_busy == "wait"
-        if self._back_at is not None and not self._begin_from(self._back_at, waits):
+        if self._back is not None and not self._begin_from(self._back, waits):
             self.skipped += 1
             return None
         flattener = Flattener(self._allow_pickle, self._replicated)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from . import _native
 from ._devices import Devices, Sources
@@ -52,9 +52,22 @@ def open_session(
     return session
 
 
+class Back(NamedTuple):
+    """An earlier step that a job went back to in one process."""
+
+    start: Start
+    """Who goes on from there."""
+    seen: Optional[int]
+    """The highest number of a start in the store by then; None where it did not tell."""
+    origin: tuple[str, int]
+    """The start of the nonce of the start that saved the step, and the step."""
+
+
 class Saver:
     """What a `Checkpointer` saves with, whatever it saves and when."""
 
+    _is_back = False
+    """Whether it goes on from an earlier step, as another start than the one that it was made as."""
     _is_only = True
     """Whether another one of this URL and rank in this process ends it, as it does others."""
 
@@ -127,20 +140,20 @@ class Saver:
         except CheckpointError as error:
             warn(f"a save under way was given up: {error}")
 
-    def _begin_anew(self, start: Start, session: _native.Session) -> None:
-        """Goes on as a start that takes over from this one, once what this one saved is settled."""
+    def _begin_anew(self, back: Back) -> None:
+        """Goes on as another start, from where the job went back to, once what this one saved is settled."""
         self._settle()
         self._pass_warnings_on()
-        former, self._session = self._session, session
-        # Until the new start takes its number, that of the former is the newest in the store: nobody else's.
-        session.come_after(former)
-        self._start, self._nonce = start, start[0]
-        self._devices = Devices(session)
-        self._job = None
+        start = back.start
+        # It fails where the store is away, and all is as it was.
+        job = self._begin_job(start, former=self._nonce)
+        self._session.begin_anew(start, back.seen, back.origin)
+        self._start, self._nonce, self._job, self._is_back = start, start[0], None, True
+        if job is not None:
+            self._join(job)
         if self._local is not None:
             self._local.begin_anew()
-        former.dismiss()
-        # It is in the way of the next one, and holds memory.
+        # It is in the way of the next one.
         self._await_agent()
         self._agent = None
 
@@ -386,7 +399,8 @@ class Saver:
         self._session.take_replies(0.0)
         if self._session.is_connected:
             return
-        self._begin_job()
+        if self._job is None and (job := self._begin_job(self._start)) is not None:
+            self._join(job)
         lost = self._session.lost()
         if self._agent is not None:
             self._agent.poll()
@@ -400,7 +414,7 @@ class Saver:
             self._session.adopt(predecessor, arena.is_used)
         self._session.set_lost(arena.lost, arena.lost_before, arena.kept)
         # What was seen later says nothing of when this start began: its number may be among them.
-        if self._agent is None and self._ladder.seen is not None:
+        if self._agent is None and not self._is_back and self._ladder.seen is not None:
             self._session.set_seen(self._ladder.seen)
         if self._linger_s > 0:
             self._session.set_linger(arena.place(self._ranks.rank), self._linger_s)
@@ -411,18 +425,21 @@ class Saver:
         fd, self._agent = start_agent(self._agent_log)
         self._session.connect(fd)
 
-    def _begin_job(self) -> None:
-        """Has rank 0 take one incarnation for all ranks, once."""
-        if self._ranks.alone or self._job is not None:
-            return
+    def _begin_job(self, start: Start, former: Optional[str] = None) -> Optional[str]:
+        """Has rank 0 take one incarnation for all ranks, if there are others; after that of the start with the nonce `former`,
+        and none that came later."""
+        if self._ranks.alone:
+            return None
 
         def begin() -> str:
             make_directory(self._url)
+            if former is not None:
+                _native.refuse_if_superseded(self._url, former)
             if self._local is not None:
-                self._local.begin(self._start[0])
-            return _native.begin_job(self._url, *self._start)
+                self._local.begin(start[0])
+            return _native.begin_job(self._url, *start)
 
-        self._join(self._ranks.first("begin the job", begin))
+        return self._ranks.first("begin the job", begin)
 
     def _join(self, job: str) -> None:
         """Makes this the checkpointer of one rank of a job that was begun."""

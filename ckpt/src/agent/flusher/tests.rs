@@ -173,7 +173,7 @@ async fn a_start_that_another_took_over_from_leaves_nothing() {
 }
 
 /// Of a trainer that was killed before its agent had the store's answer: it superseded whoever came after, on another host or by
-/// a clock that was set back.
+/// a clock that was set back. Nor does that of a trainer that lives, and went back to a step before that one began.
 #[tokio::test]
 async fn an_agent_whose_trainer_died_takes_no_number_after_its_successor() {
     let newest = |started_ms| Start {
@@ -183,29 +183,33 @@ async fn an_agent_whose_trainer_died_takes_no_number_after_its_successor() {
         ..start()
     };
     let own = Start { started_ms: 5, ..start() };
-    for (seen, started_ms, comes_after, is_over) in [
+    let cases = [
         // The store told nothing of other starts: clocks do.
         (None, 6, false, true),
         (None, 4, false, false),
         (None, 6, true, false),
-        // It was there, or was not, when the dead one looked.
+        // It was there, or was not, when this one looked.
         (Some(1), 6, false, false),
         (Some(0), 4, false, true),
         (Some(0), 4, true, false),
-    ] {
-        let case = format!("seen {seen:?}, at {started_ms} ms, comes after it: {comes_after}");
+    ];
+    for (is_back, (seen, started_ms, comes_after, is_over)) in
+        [false, true].into_iter().flat_map(|is_back| cases.map(|case| (is_back, case)))
+    {
+        let case =
+            format!("seen {seen:?}, at {started_ms} ms, comes after it: {comes_after}, back: {is_back}");
         let folder = tempfile::tempdir().expect("a folder");
         let url = format!("file://{}", folder.path().display());
         let bucket =
             Bucket::open(&url.parse().expect("a URL"), &StoreSettings::default()).await.expect("open");
         let run = begin_run(&bucket, newest(started_ms)).await.expect("the newest");
         let (trainer, listener) = trainer();
-        // No thread was there yet to hear of its end.
-        drop(listener);
-        let mut hello = Hello { seen, ..Hello::new(url, own.clone(), Keep::default()) };
+        let mut hello = Hello { seen, is_back, ..Hello::new(url, own.clone(), Keep::default()) };
         if comes_after {
             hello.comes_after(run.attempt());
         }
+        // No thread was there yet to hear of its end; or it lives, and went back long ago.
+        let _listener = Some(listener).filter(|_| is_back);
         let flushed = Flusher::new(hello, trainer, None).flush(&sealed(1, 1000)).await;
         let newer = superseded_by(&bucket, &run).await.expect("newest");
         assert_eq!(newer.is_none(), is_over, "{case}");
