@@ -63,10 +63,10 @@ pub(super) fn commit_layout(
     let before = change.replace_layout((ino, &mut inode), &layout, home)?;
     if let Some(intent) = &intent {
         let is_there = layout.blobs().any(|blob| blob.key == intent.key);
-        // What was asked of the store may be there all the same, or be on its way: the intent tells then that it is older. Who
-        // brings bytes elsewhere has asked for nothing since he settled it.
-        let is_asked = (content.mtime.is_some() || content.awaits) && intent.announced().is_some();
-        if is_there || !is_asked {
+        // What was asked of the store may be there all the same, or on its way: the intent tells then that it is older. Who
+        // brings bytes elsewhere has asked for nothing since he settled it; another mount may have.
+        let may_come = content.awaits || change.shared.holds.is_others(ino, change.session);
+        if is_there || !(content.mtime.is_some() || may_come) || intent.announced().is_none() {
             change.end_intent(ino, intent)?;
         }
         if !is_there {

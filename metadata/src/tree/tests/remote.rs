@@ -353,6 +353,41 @@ async fn two_mounts_that_write_one_file_lose_no_content_to_each_others_requests(
     served.end().await;
 }
 
+/// What one mount is writing to a file's own path is still its own there when another one has brought the file's bytes elsewhere.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_brings_bytes_elsewhere_leaves_another_mount_its_place() {
+    let site = Site::new(Kind::Memory).await;
+    let served = site.serve().await;
+    let (one, other) = (site.join().await, site.join().await);
+    let file = create(&one, "a").await;
+    one.opened(file).await.expect("opened");
+    other.opened(file).await.expect("opened");
+    let mut blobs = Vec::new();
+    for _ in 0..2 {
+        let placement = Placement::Owned { key: other.fresh_blob(), comes_free: false };
+        blobs.push(site.world.put_at(&placement, b"before").await.expect("put").blob());
+    }
+    let mut layouts = blobs.into_iter().map(FileLayout::of_blob);
+    let first = layouts.next().expect("a layout");
+    let generation = other.commit_layout(file, 0, first, time(1)).await.expect("committed").generation;
+    let placement = one.place(file, false).await.expect("placed");
+    assert!(matches!(&placement, Placement::Own { key, .. } if key.as_str() == "a"), "{placement:?}");
+    other.settle(file).await.expect("nothing to settle");
+    other.relocate(file, generation, layouts.next().expect("a layout")).await.expect("relocated");
+    let own = FileLayout::of_blob(site.world.put_at(&placement, b"own").await.expect("put").blob());
+    one.commit_layout(file, generation, own, time(2)).await.expect("it may lie there");
+    for tree in [&*served.tree as &dyn Tree, &one, &other] {
+        assert_eq!(site.world.read(tree, file).await.expect("whole"), b"own");
+    }
+    for tree in [&one, &other] {
+        tree.closed(file).await.expect("closed");
+        tree.close().await.expect("closed");
+    }
+    served.tree.drain().await.expect("drained");
+    site.world.check_objects(&[("a", "own")]).await;
+    served.end().await;
+}
+
 /// A mount that is lost has nothing open any more, and keeps nobody from writing.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_mount_that_is_lost_leaves_nothing_behind() {
