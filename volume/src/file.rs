@@ -285,6 +285,9 @@ impl File {
         self.commit_if(|| true).await?;
         self.inode.store().sync_tree().await?;
         self.inode.check_losses().await;
+        if self.access.write {
+            self.volume.gather_behind(&self.inode);
+        }
         // The local disk may have lost them meanwhile.
         self.inode.tell_failure(&self.told)
     }

@@ -23,6 +23,7 @@ use crate::settings::SealPolicy;
 use crate::store::Store;
 
 mod failures;
+mod gather;
 mod read;
 mod seal;
 mod share;
@@ -63,6 +64,9 @@ pub(crate) struct OpenInode {
     losses: AtomicU64,
     /// Whether others changed it while it could not be looked at.
     is_behind: AtomicBool,
+    /// Whether short extents are being put together, and how many extents were left last time.
+    is_gathering: AtomicBool,
+    gathered: AtomicUsize,
     /// What lost bytes, until fsync and close have told about it.
     failures: Failures,
 }
@@ -156,6 +160,8 @@ impl OpenInode {
             is_retired: AtomicBool::new(false),
             losses,
             is_behind: AtomicBool::new(false),
+            is_gathering: AtomicBool::new(false),
+            gathered: AtomicUsize::default(),
             failures: Failures::default(),
         }
     }

@@ -9,6 +9,7 @@ pub mod staging;
 pub mod settings;
 mod unsealed;
 mod copying;
+mod gathering;
 mod fetch;
 mod content;
 mod segments;

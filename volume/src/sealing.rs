@@ -1,11 +1,14 @@
-//! What is done to files behind their last close: where nothing is staged they are brought together, and what a mapping
-//! wrote after the last descriptor was closed is committed where that failed.
+//! What is done to files behind those who use them. After the last close they are brought together where nothing is staged, and
+//! what a mapping wrote after the last descriptor was closed is committed where that failed. Before it, short extents are put
+//! together where many have come.
 
 use std::sync::Arc;
 
 use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::mem::Class;
 
 use crate::Volume;
+use crate::gathering::Batch;
 use crate::inode::OpenInode;
 use crate::staging::pause;
 
@@ -42,6 +45,36 @@ impl Volume {
                 tracing::warn!(ino = %inode.ino(), %error, "could not close an inode that a mapping wrote to");
             }
         });
+    }
+
+    /// Puts short extents of a file together in the background if many have come: see [`crate::gathering`]. Its writer waits
+    /// only while the tree is told, and what fails leaves them as they are.
+    pub(crate) fn gather_behind(self: &Arc<Self>, inode: &Arc<OpenInode>) {
+        if !inode.begin_gathering() {
+            return;
+        }
+        let (volume, inode) = (self.clone(), inode.clone());
+        self.tasks().spawn("gather", async move {
+            if let Err(error) = volume.gather(&inode).await {
+                tracing::debug!(ino = %inode.ino(), %error, "short extents stay as they are");
+            }
+            inode.end_gathering();
+        });
+    }
+
+    /// Goes through a file once. Ends early where memory is short, and where the file is closed: then all of it is sealed.
+    async fn gather(&self, inode: &OpenInode) -> Result<()> {
+        let mut offset = 0;
+        while inode.has_writers() && !self.tasks().stop().is_cancelled() {
+            let batch = inode.look(|content| Batch::next(content.base(), offset));
+            let Some(end) = batch.end() else { break };
+            let Some(_permit) = self.budget.try_acquire(Class::Write, batch.bytes()) else { break };
+            if !inode.gather(&batch).await? {
+                break;
+            }
+            offset = end;
+        }
+        Ok(())
     }
 
     /// How many closed files could not become objects at their own paths.

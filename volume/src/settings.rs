@@ -42,6 +42,9 @@ pub struct WriteSettings {
     /// Bytes of the largest file of a packed directory that shares an object with others. Default 256 KiB: at that size
     /// a request of its own costs little more than the bytes.
     pub pack_max_bytes: u64,
+    /// Extents that a file which stays open gets before short ones are put together, and again each time. Default 1,000: a
+    /// commit takes a few milliseconds with so many, which is little beside its request to the store.
+    pub gather_extents: usize,
     /// Parts after which an upload is completed, and its file goes on in blobs: where memory is short, parts are sent before they are
     /// full, and a store takes 10,000. Tests alone have another number.
     #[serde(skip)]
@@ -56,6 +59,7 @@ impl Default for WriteSettings {
             deadline_ms: 30_000,
             seal_max_bytes: 1024 * MIB,
             pack_max_bytes: 256 * KIB,
+            gather_extents: 1000,
             stream_parts: MAX_PARTS - 1_000,
         }
     }

@@ -127,9 +127,14 @@ impl Store {
 
     /// Writes bytes of a file as one owned blob.
     pub(crate) async fn put_owned(&self, ino: InodeId, packed: Bytes) -> Result<Blob> {
-        if let Some(blob) = self.stage(ino, &packed).await {
-            return Ok(blob);
+        match self.stage(ino, &packed).await {
+            Some(blob) => Ok(blob),
+            None => self.put_unstaged(ino, packed).await,
         }
+    }
+
+    /// The same, to the bucket in any case.
+    pub(crate) async fn put_unstaged(&self, ino: InodeId, packed: Bytes) -> Result<Blob> {
         let key = self.tree.fresh_blob();
         let put = self.bucket.put(&key, packed.clone(), Condition::IfAbsent).await;
         let blob = put.map_err(|error| not_written(ino, &key, error))?.blob();
