@@ -19,7 +19,15 @@ impl Model {
     async fn step(&mut self, rng: &Rng, number: u64) {
         let start = rng.below(SPACE);
         let end = start + 1 + rng.below((SPACE - start).min(700 * KIB));
-        match rng.below(12) {
+        match rng.below(15) {
+            // Short ones, which are put together when they are synced.
+            12..=14 => {
+                let (at, step) = (start.min(SPACE / 2), 1 + rng.below(16 * KIB));
+                for (count, at) in (at..).step_by(step as usize).take(6).enumerate() {
+                    self.write(at, pattern(number + count as u64, at..at + step)).await;
+                    self.file.fsync().await.expect("fsync");
+                }
+            }
             0..=3 => self.write(start, pattern(number, start..end)).await,
             4..=6 => {
                 let size = self.bytes.len() as u64;
@@ -55,6 +63,7 @@ async fn check_seed(seed: u64, writes_back: bool) {
     let rng = Rng::seeded(seed);
     let bucket = Bucket::in_memory().with_faults(&Faults::random(seed, 0.02));
     let mut fixture = Fixture::new(bucket);
+    fixture.write.gather_extents = rng.below(4) as usize;
     if writes_back {
         // Now and then the ceiling is reached, and files are uploaded at any time.
         let bytes = 2 * MIB + rng.below(8 * MIB);
