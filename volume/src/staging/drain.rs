@@ -60,7 +60,7 @@ impl Volume {
     pub(crate) async fn bring_all_in(&self) -> Result<()> {
         let Some(uploads) = &self.store().uploads else { return Ok(()) };
         // What is staged from here on may stay uncommitted for as long as its writer likes.
-        let end = uploads.staging.next();
+        let end = uploads.staging.mark();
         self.sync().await?;
         let patience = Duration::from_millis(self.store().write.deadline_ms);
         uploads.drain(self, (end, Some(patience)), |_| {}).await

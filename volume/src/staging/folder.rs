@@ -9,7 +9,7 @@
 //! other is of no use. Files are written before the commit that refers to them, and made durable before it is
 //! ([`super::Durable`]). They go once they are in the bucket, or once a durable tree does not refer to them any more.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::HashSet;
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
@@ -29,6 +29,7 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::Staged;
+use super::entries::{Entries, Entry, OnDisk, State};
 use super::file::{self, Tail, key_of, name_of};
 use super::origin;
 
@@ -59,14 +60,9 @@ pub(crate) struct Staging {
 
 #[derive(Debug, Default)]
 struct Blobs {
-    /// By file name.
-    entries: BTreeMap<String, Entry>,
-    /// The names of the files with bytes of an inode.
-    inodes: BTreeMap<InodeId, BTreeSet<String>>,
+    entries: Entries,
     /// Room that their files take, and those being written.
     bytes: u64,
-    /// The number of the next blob.
-    next: u64,
     /// The folder has names that are not durable.
     is_folder_dirty: bool,
     /// Writes go through to the store, and that was told.
@@ -74,49 +70,6 @@ struct Blobs {
     /// Until when they do because the disk did not make files durable.
     rests_until: Option<Moment>,
     last_error: Option<String>,
-}
-
-/// One staged blob.
-#[derive(Debug, Clone)]
-struct Entry {
-    tail: Arc<Tail>,
-    number: u64,
-    /// Seconds of the wall clock when it was written, to show.
-    since: i64,
-    on_disk: OnDisk,
-    state: State,
-    /// No commit that would refer to it is on its way.
-    is_settled: bool,
-    /// Failed reads since the disk did not make it durable.
-    failed_reads: u32,
-    /// Whoever writes the file knows that its bytes are lost.
-    is_told: bool,
-}
-
-/// What the disk makes of a file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum OnDisk {
-    /// It has the bytes.
-    Written,
-    /// They survive a failure of power.
-    Durable,
-    /// It could not make them durable.
-    Refused,
-    /// Nor does it give them back.
-    Lost,
-}
-
-/// How far a blob is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
-    /// It is about to be referred to by a commit.
-    Fresh,
-    /// It is to be uploaded if a layout refers to it.
-    Ready,
-    /// Nothing refers to it; its file goes once that is durable.
-    Done,
-    /// Its file is damaged or cannot be read, which was logged.
-    Damaged,
 }
 
 impl Staging {
@@ -168,11 +121,11 @@ impl Staging {
 
     /// Stages `data`, written to `ino`, under `key`. `None` where there is no room: it then goes to the store.
     pub(crate) async fn put(&self, ino: InodeId, key: ObjectKey, data: Bytes) -> Option<Blob> {
-        let (name, bytes) = (name_of(&key)?, file::room(data.len() as u64));
+        let (path, bytes) = (self.path(&key)?, file::room(data.len() as u64));
         if !self.take_room(bytes) {
             return None;
         }
-        let (path, size) = (self.folder.join(&name), data.len() as u64);
+        let size = data.len() as u64;
         let written = blocking(move || {
             file::write(&path, ino, &data).inspect_err(|_| {
                 // The first error is the one to tell; what stays is dropped at the next start.
@@ -183,7 +136,7 @@ impl Staging {
         let mut blobs = self.blobs.lock();
         match written {
             Ok(tail) => {
-                blobs.add(name, tail, self.clock.wall().seconds, State::Fresh);
+                blobs.add(key.clone(), tail, self.clock.wall().seconds, State::Fresh);
                 Some(Blob::staged(key, size, &self.host))
             }
             Err(error) => {
@@ -216,14 +169,12 @@ impl Staging {
 
     /// Whether the bytes of the blob at `key` are here.
     pub(crate) fn holds(&self, key: &ObjectKey) -> bool {
-        self.tail(key).is_some()
+        self.blobs.lock().entries.get(key).is_some()
     }
 
-    fn tail(&self, key: &ObjectKey) -> Option<(String, Arc<Tail>)> {
-        let name = name_of(key)?;
-        let blobs = self.blobs.lock();
-        let tail = blobs.entries.get(&name)?.tail.clone();
-        Some((name, tail))
+    /// The file of a blob; `None` for keys that are not owned.
+    fn path(&self, key: &ObjectKey) -> Option<PathBuf> {
+        Some(self.folder.join(name_of(key)?))
     }
 
     /// Bytes of a blob, checked; `None` when they are not here, or not any more. May wait for the disk.
@@ -232,21 +183,20 @@ impl Staging {
     }
 
     fn try_read(&self, key: &ObjectKey, range: Range<u64>) -> Option<io::Result<Bytes>> {
-        let (name, tail) = self.tail(key)?;
+        let path = self.path(key)?;
+        let tail = self.blobs.lock().entries.get(key)?.tail.clone();
         if range.end > tail.size {
             let message = format!("the staged file of {key} was cut short");
             return Some(Err(io::Error::new(io::ErrorKind::InvalidData, message)));
         }
-        match file::read(&self.folder.join(&name), &tail, range) {
+        match file::read(&path, &tail, range) {
             Err(_) if !self.holds(key) => None,
             // Where they were given up, others are not to wait for them either.
-            Err(error) if self.is_lost(&name) => {
+            Err(error) if self.is_lost(key) => {
                 Some(Err(io::Error::new(io::ErrorKind::InvalidData, error.to_string())))
             }
             Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-                if let Some(entry) = self.blobs.lock().entries.get_mut(&name) {
-                    entry.state = State::Damaged;
-                }
+                self.blobs.lock().entries.change(key, |entry| entry.state = State::Damaged);
                 tracing::error!(%key, %error, "staged bytes are lost");
                 Some(Err(error))
             }
@@ -260,72 +210,69 @@ impl Staging {
         blocking(move || own.read_now(&key, range)).await?.transpose()
     }
 
-    fn is_lost(&self, name: &str) -> bool {
-        self.blobs.lock().entries.get(name).is_some_and(|entry| entry.on_disk == OnDisk::Lost)
+    fn is_lost(&self, key: &ObjectKey) -> bool {
+        self.blobs.lock().entries.get(key).is_some_and(|entry| entry.on_disk == OnDisk::Lost)
     }
 
     /// Whether bytes of `ino` that it `refers` to are lost and nobody who writes it was told. From then on somebody was, if this
     /// `tells`.
     pub(crate) fn has_lost(&self, ino: InodeId, refers: impl Fn(&ObjectKey) -> bool, tells: bool) -> bool {
-        let mut blobs = self.blobs.lock();
-        let Blobs { entries, inodes, .. } = &mut *blobs;
-        let mut is_any = false;
-        for name in inodes.get(&ino).into_iter().flatten() {
-            if let Some(entry) = entries.get_mut(name)
-                && entry.state == State::Damaged
-                && !entry.is_told
-                && key_of(name).is_some_and(|key| refers(&key))
-            {
-                entry.is_told = tells;
-                is_any = true;
-            }
+        let entries = &mut self.blobs.lock().entries;
+        let untold = entries.of(ino, State::Damaged).filter(|entry| !entry.is_told && refers(&entry.key));
+        let lost = keys(untold);
+        for key in lost.iter().filter(|_| tells) {
+            entries.change(key, |entry| entry.is_told = true);
         }
-        is_any
+        !lost.is_empty()
     }
 
     /// Says that no commit of `ino` is on its way: what was staged for it is referred to by now, or never will be. Tells
     /// whether there is something.
     pub(crate) fn settle(&self, ino: InodeId) -> bool {
-        let mut blobs = self.blobs.lock();
-        let Blobs { entries, inodes, .. } = &mut *blobs;
+        let entries = &mut self.blobs.lock().entries;
+        let all = entries.of(ino, State::Fresh).chain(entries.of(ino, State::Damaged));
         let mut is_any = false;
-        for name in inodes.get(&ino).into_iter().flatten() {
-            let Some(entry) = entries.get_mut(name) else { continue };
-            entry.is_settled = true;
-            if entry.state == State::Fresh {
-                entry.state = State::Ready;
-                is_any = true;
-            }
+        for key in keys(all.filter(|entry| !entry.is_settled)) {
+            entries.change(&key, |entry| {
+                entry.is_settled = true;
+                if entry.state == State::Fresh {
+                    entry.state = State::Ready;
+                    is_any = true;
+                }
+            });
         }
         is_any
     }
 
     /// Seconds since the first of its bytes were staged.
     pub(crate) fn age(&self, ino: InodeId) -> u64 {
-        let blobs = self.blobs.lock();
-        let entries = blobs.inodes.get(&ino).into_iter().flatten().filter_map(|name| blobs.entries.get(name));
-        let now = self.clock.wall().seconds;
-        entries.map(|entry| u64::try_from(now - entry.since).unwrap_or(0)).max().unwrap_or(0)
+        self.blobs.lock().entries.first_of(ino).map_or(0, |entry| self.age_of(entry))
+    }
+
+    fn age_of(&self, entry: &Entry) -> u64 {
+        u64::try_from(self.clock.wall().seconds - entry.since).unwrap_or(0)
     }
 
     /// The blobs of `ino` that may be uploaded.
     pub(crate) fn ready(&self, ino: InodeId) -> Vec<(ObjectKey, u64)> {
         let blobs = self.blobs.lock();
-        let entries = blobs.inodes.get(&ino).into_iter().flatten();
-        let entries = entries.filter_map(|name| Some((name, blobs.entries.get(name)?)));
-        let ready = entries.filter(|(_, entry)| entry.state == State::Ready);
-        ready.filter_map(|(name, entry)| Some((key_of(name)?, entry.tail.size))).collect()
+        blobs.entries.of(ino, State::Ready).map(|entry| (entry.key.clone(), entry.tail.size)).collect()
+    }
+
+    /// Whether there are any.
+    pub(crate) fn has_ready(&self, ino: InodeId) -> bool {
+        self.blobs.lock().entries.of(ino, State::Ready).next().is_some()
     }
 
     /// The files whose bytes are here.
     pub(crate) fn inodes(&self) -> Vec<InodeId> {
-        self.blobs.lock().inodes.keys().copied().collect()
+        self.blobs.lock().entries.inodes()
     }
 
     /// Every blob that is here, and the number that the next one gets.
     pub(crate) fn keys(&self) -> (HashSet<ObjectKey>, u64) {
         let blobs = self.blobs.lock();
-        (blobs.entries.keys().filter_map(|name| key_of(name)).collect(), blobs.next)
+        (blobs.entries.keys().cloned().collect(), blobs.entries.next())
     }
 
     /// Where their files lie.
@@ -335,53 +282,43 @@ impl Staging {
 
     /// Notes that nothing refers to a blob any more.
     pub(crate) fn doom(&self, key: &ObjectKey) {
-        if let Some(name) = name_of(key)
-            && let Some(entry) = self.blobs.lock().entries.get_mut(&name)
-        {
+        self.blobs.lock().entries.change(key, |entry| {
             if entry.state == State::Damaged {
                 // The disk is not asked to keep it.
                 entry.on_disk = OnDisk::Lost;
             }
-            entry.state = State::Done;
-        }
+            (entry.state, entry.is_settled) = (State::Done, true);
+        });
         self.tell();
     }
 
     /// The blobs that nothing refers to.
     pub(crate) fn doomed(&self) -> Vec<ObjectKey> {
-        let blobs = self.blobs.lock();
-        let found = blobs.entries.iter().filter(|(_, entry)| entry.state == State::Done);
-        found.filter_map(|(name, _)| key_of(name)).collect()
+        keys(self.blobs.lock().entries.in_state(State::Done))
     }
 
     /// The blobs whose files are damaged, but for those that a commit may be about to refer to; with their sizes, where
     /// those are known.
     pub(crate) fn damaged(&self) -> Vec<(ObjectKey, Option<u64>)> {
         let blobs = self.blobs.lock();
-        let found =
-            blobs.entries.iter().filter(|(_, entry)| entry.state == State::Damaged && entry.is_settled);
-        let sized =
-            found.map(|(name, entry)| (name, Some(entry.tail.size).filter(|_| !entry.tail.is_missing())));
-        sized.filter_map(|(name, size)| Some((key_of(name)?, size))).collect()
+        let found = blobs.entries.in_state(State::Damaged).filter(|entry| entry.is_settled);
+        let size = |tail: &Tail| Some(tail.size).filter(|_| !tail.is_missing());
+        found.map(|entry| (entry.key.clone(), size(&entry.tail))).collect()
     }
 
     /// Forgets blobs and deletes their files: the bucket has them, or a durable tree does not refer to them.
     pub(crate) async fn forget(&self, keys: Vec<ObjectKey>) -> Result<()> {
-        let names: Vec<String> = keys.iter().filter_map(name_of).collect();
-        {
-            let mut blobs = self.blobs.lock();
-            for name in &names {
-                blobs.remove(name);
-            }
-            blobs.is_full = false;
+        for key in &keys {
+            self.blobs.lock().remove(key);
         }
+        self.blobs.lock().is_full = false;
         self.tell();
-        let folder = self.folder.clone();
+        let paths: Vec<PathBuf> = keys.iter().filter_map(|key| self.path(key)).collect();
         blocking(move || {
-            for name in names {
-                match fs::remove_file(folder.join(&name)) {
+            for path in paths {
+                match fs::remove_file(&path) {
                     Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                        tracing::warn!(name, %error, "a staged file stays until the next start");
+                        tracing::warn!(path = %path.display(), %error, "a staged file stays until the next start");
                     }
                     _ => {}
                 }
@@ -398,27 +335,32 @@ impl Staging {
 
     /// The number that the next blob gets: all that there are now have lower ones.
     pub(crate) fn next(&self) -> u64 {
-        self.blobs.lock().next
+        self.blobs.lock().entries.next()
     }
 
-    /// What is staged under numbers below `end` and can be uploaded.
+    /// The same, to ask for [`Self::pending`] below it.
+    pub(crate) fn mark(&self) -> u64 {
+        self.blobs.lock().entries.mark()
+    }
+
+    /// What is staged under numbers below `end`, which is a [`Self::mark`] or above all numbers, and can be uploaded.
     pub(crate) fn pending(&self, end: u64) -> Staged {
         let blobs = self.blobs.lock();
-        let wanted = |state| matches!(state, State::Fresh | State::Ready);
-        let pending: Vec<&Entry> =
-            blobs.entries.values().filter(|entry| entry.number < end && wanted(entry.state)).collect();
-        let mut inodes: Vec<InodeId> = pending.iter().map(|entry| entry.tail.ino).collect();
-        inodes.sort_unstable();
-        inodes.dedup();
-        let now = self.clock.wall().seconds;
-        let ages = pending.iter().map(|entry| u64::try_from(now - entry.since).unwrap_or(0));
+        let waiting = blobs.entries.waiting(end);
+        let oldest = blobs.entries.oldest_waiting().filter(|_| waiting.blobs > 0);
         Staged {
-            files: inodes.len() as u64,
-            bytes: pending.iter().map(|entry| entry.tail.size).sum(),
-            oldest_seconds: ages.max(),
-            damaged: blobs.entries.values().filter(|entry| entry.state == State::Damaged).count() as u64,
+            files: waiting.files,
+            bytes: waiting.bytes,
+            oldest_seconds: oldest.map(|entry| self.age_of(entry)),
+            damaged: blobs.entries.damaged(),
             last_error: blobs.last_error.clone(),
         }
+    }
+
+    /// How often what is known of a blob was looked at.
+    #[cfg(test)]
+    pub(crate) fn looks(&self) -> u64 {
+        self.blobs.lock().entries.looks()
     }
 
     /// Follows what becomes of blobs.
@@ -435,26 +377,21 @@ impl Staging {
     /// Makes every staged file durable, and then its name. Returns the blobs for which the disk does not do that: after a
     /// failure it may have dropped their bytes and say nothing the next time, so it is not asked again.
     pub(super) async fn make_durable(&self) -> Result<Vec<(ObjectKey, u64)>> {
-        let (names, is_folder_dirty) = {
+        let (written, is_folder_dirty) = {
             let mut blobs = self.blobs.lock();
-            let dirty = blobs.entries.iter().filter(|(_, entry)| entry.on_disk == OnDisk::Written);
-            let names: Vec<String> = dirty.map(|(name, _)| name.clone()).collect();
-            (names, std::mem::take(&mut blobs.is_folder_dirty))
+            (keys(blobs.entries.written()), std::mem::take(&mut blobs.is_folder_dirty))
         };
-        if !names.is_empty() || is_folder_dirty {
-            let each = names.into_iter().map(|name| async move {
-                let path = self.folder.join(&name);
-                (name, blocking(move || sync(&path)).await.flatten())
-            });
+        if !written.is_empty() || is_folder_dirty {
+            let files = written.into_iter().filter_map(|key| Some((self.path(&key)?, key)));
+            let each =
+                files.map(|(path, key)| async move { (key, blocking(move || sync(&path)).await.flatten()) });
             let synced: Vec<_> = stream::iter(each).buffer_unordered(SYNCS_AT_ONCE).collect().await;
             let folder = self.folder.clone();
             let named = blocking(move || sync(&folder)).await.flatten();
             self.note_synced(synced, named);
         }
         let blobs = self.blobs.lock();
-        let refused = blobs.entries.iter().filter(|(_, entry)| entry.on_disk == OnDisk::Refused);
-        let refused = refused.filter(|(_, entry)| entry.state != State::Damaged);
-        Ok(refused.filter_map(|(name, entry)| Some((key_of(name)?, entry.tail.size))).collect())
+        Ok(blobs.entries.refused().map(|entry| (entry.key.clone(), entry.tail.size)).collect())
     }
 
     /// All bytes of a blob for which the disk does not do that; `None` when they are not here any more, or lost.
@@ -480,38 +417,36 @@ impl Staging {
         if is_want(error) {
             return false;
         }
-        let mut blobs = self.blobs.lock();
-        let Some(entry) = name_of(key).and_then(|name| blobs.entries.get_mut(&name)) else { return true };
-        entry.failed_reads += 1;
-        if entry.failed_reads < READS {
-            return false;
-        }
-        entry.on_disk = OnDisk::Lost;
-        // What nothing refers to is no loss.
-        if entry.state != State::Done {
-            entry.state = State::Damaged;
-            tracing::error!(%key, %error, "staged bytes are lost: the local disk neither keeps them nor gives them back");
-        }
-        true
+        let given_up = self.blobs.lock().entries.change(key, |entry| {
+            entry.failed_reads += 1;
+            if entry.failed_reads < READS {
+                return false;
+            }
+            entry.on_disk = OnDisk::Lost;
+            // What nothing refers to is no loss.
+            if entry.state != State::Done {
+                entry.state = State::Damaged;
+                tracing::error!(%key, %error, "staged bytes are lost: the local disk neither keeps them nor gives them back");
+            }
+            true
+        });
+        given_up.unwrap_or(true)
     }
 
-    fn note_synced(&self, synced: Vec<(String, Result<()>)>, named: Result<()>) {
+    fn note_synced(&self, synced: Vec<(ObjectKey, Result<()>)>, named: Result<()>) {
         let until = self.clock.now() + REST;
-        let mut blobs = self.blobs.lock();
-        for (name, synced) in synced {
-            let Err(error) = synced.and_then(|()| named.as_ref().copied().map_err(Error::duplicate)) else {
-                if let Some(entry) = blobs.entries.get_mut(&name) {
-                    entry.on_disk = OnDisk::Durable;
-                }
-                continue;
-            };
-            if let Some(entry) = blobs.entries.get_mut(&name) {
-                entry.on_disk = OnDisk::Refused;
+        for (key, synced) in synced {
+            // Readers get it in between: there may be many.
+            let mut blobs = self.blobs.lock();
+            let durable = synced.and_then(|()| named.as_ref().copied().map_err(Error::duplicate));
+            let on_disk = if durable.is_ok() { OnDisk::Durable } else { OnDisk::Refused };
+            blobs.entries.change(&key, |entry| entry.on_disk = on_disk);
+            if let Err(error) = durable {
+                blobs.rests_until = Some(until);
+                blobs.tell_full(&format!("the local disk does not keep them: {error}"));
             }
-            blobs.rests_until = Some(until);
-            blobs.tell_full(&format!("the local disk does not keep them: {error}"));
         }
-        blobs.is_folder_dirty |= named.is_err();
+        self.blobs.lock().is_folder_dirty |= named.is_err();
     }
 }
 
@@ -521,26 +456,14 @@ impl Blobs {
         self.rests_until.is_some_and(|until| until > now)
     }
 
-    fn add(&mut self, name: String, tail: Tail, since: i64, state: State) {
-        self.inodes.entry(tail.ino).or_default().insert(name.clone());
-        let (tail, number) = (Arc::new(tail), self.next);
-        self.next += 1;
+    fn add(&mut self, key: ObjectKey, tail: Tail, since: i64, state: State) {
         self.is_folder_dirty = true;
-        let on_disk = OnDisk::Written;
-        let is_settled = state != State::Fresh;
-        let entry =
-            Entry { tail, number, since, on_disk, state, is_settled, failed_reads: 0, is_told: false };
-        self.entries.insert(name, entry);
+        self.entries.add(key, tail, since, state);
     }
 
-    fn remove(&mut self, name: &str) {
-        let Some(Entry { tail, .. }) = self.entries.remove(name) else { return };
-        self.bytes -= file::room(tail.size);
-        if let Some(names) = self.inodes.get_mut(&tail.ino) {
-            names.remove(name);
-            if names.is_empty() {
-                self.inodes.remove(&tail.ino);
-            }
+    fn remove(&mut self, key: &ObjectKey) {
+        if let Some(entry) = self.entries.remove(key) {
+            self.bytes -= file::room(entry.tail.size);
         }
     }
 
@@ -550,6 +473,10 @@ impl Blobs {
             tracing::warn!(why, "written bytes go straight to the store");
         }
     }
+}
+
+fn keys<'a>(entries: impl Iterator<Item = &'a Entry>) -> Vec<ObjectKey> {
+    entries.map(|entry| entry.key.clone()).collect()
 }
 
 /// Makes a file or folder durable; one that is gone needs nothing.
@@ -564,13 +491,11 @@ pub(super) fn sync(path: &Path) -> Result<()> {
 
 /// What an earlier process left. Its last writes may be cut short: nothing refers to those, which is still to be seen.
 fn find(folder: &Path, now: i64) -> Result<Blobs> {
-    let mut blobs = Blobs::default();
+    let mut found = Vec::new();
     for entry in fs::read_dir(folder)? {
         let path = entry?.path();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_owned();
-        if name == LOCK || key_of(&name).is_none() {
-            continue;
-        }
+        let Some(key) = key_of(&name).filter(|_| name != LOCK) else { continue };
         let (tail, state) = match file::read_tail(&path) {
             Ok(tail) => (tail, State::Ready),
             // That says nothing about the file.
@@ -583,8 +508,64 @@ fn find(folder: &Path, now: i64) -> Result<Blobs> {
         };
         let written = fs::metadata(&path).and_then(|found| found.modified()).ok();
         let since = written.and_then(|written| written.duration_since(std::time::UNIX_EPOCH).ok());
+        found.push((since.map_or(now, |since| since.as_secs() as i64), key, tail, state));
+    }
+    // They are numbered as they were staged.
+    found.sort_by_key(|(since, ..)| *since);
+    let mut blobs = Blobs::default();
+    for (since, key, tail, state) in found {
         blobs.bytes += file::room(tail.size);
-        blobs.add(name, tail, since.map_or(now, |since| since.as_secs() as i64), state);
+        blobs.add(key, tail, since, state);
     }
     Ok(blobs)
+}
+
+#[cfg(test)]
+mod tests {
+    use forebay_io::object::Bucket;
+
+    use super::*;
+    use crate::tests::support::run;
+
+    const DATABASE: InodeId = InodeId(7);
+    const SMALL: u64 = 1_000;
+
+    /// A blob that is staged, but for its file.
+    fn add(staging: &Staging, name: u64, ino: InodeId, state: State) -> ObjectKey {
+        let key = ObjectKey::new(format!("{}{:016x}/{name}", Blob::OWNED_PREFIX, 1));
+        let mut tail = Tail::missing();
+        (tail.ino, tail.size) = (ino, 1);
+        staging.blobs.lock().entries.add(key.clone(), tail, 0, state);
+        key
+    }
+
+    /// Thousands of small files wait for a store that is away, and a database fsyncs its pages: what is looked at is what
+    /// has changed since the last time, and not all that is staged.
+    #[test]
+    fn no_commit_looks_at_all_that_is_staged() {
+        run(async {
+            let (folder, bucket) = (tempfile::tempdir().expect("scratch"), Bucket::in_memory());
+            let folder = folder.path().join("staging");
+            let staging = Staging::open(folder, bucket.url(), 1 << 30, Clock::system()).await.expect("open");
+            for name in 0..SMALL {
+                add(&staging, name, InodeId(100 + name), State::Ready);
+                add(&staging, SMALL + name, DATABASE, State::Ready);
+            }
+            assert!(staging.make_durable().await.expect("durable").is_empty());
+            let page = add(&staging, 2 * SMALL, DATABASE, State::Fresh);
+
+            let before = staging.looks();
+            assert!(staging.make_durable().await.expect("durable").is_empty());
+            assert!(staging.make_durable().await.expect("durable").is_empty());
+            assert!(staging.settle(DATABASE) && !staging.settle(DATABASE));
+            assert!(!staging.has_lost(DATABASE, |_| true, true));
+            assert!(staging.has_ready(DATABASE) && staging.holds(&page));
+            assert!(staging.age(DATABASE) > 0);
+            let end = staging.mark();
+            assert_eq!((staging.pending(end).files, staging.pending(end).bytes), (SMALL + 1, 2 * SMALL + 1));
+            staging.doom(&page);
+            assert_eq!((staging.doomed(), staging.damaged()), (vec![page], Vec::new()));
+            assert!(staging.looks() - before < 20, "{}", staging.looks() - before);
+        });
+    }
 }

@@ -7,6 +7,7 @@
 mod settings;
 mod file;
 mod origin;
+mod entries;
 mod folder;
 mod schedule;
 mod uploads;

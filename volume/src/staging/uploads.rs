@@ -88,12 +88,12 @@ impl Uploads {
 
     /// Whether a closed file is this one's to seal: one with bytes here, and any while bytes are staged.
     pub(crate) fn brings_in(&self, ino: InodeId) -> bool {
-        self.settings.enabled || !self.staging.ready(ino).is_empty()
+        self.settings.enabled || self.staging.has_ready(ino)
     }
 
     /// A file that was written was closed; it may be there to be sealed.
     pub(crate) fn closed(&self, ino: InodeId, is_sealed: bool) {
-        if is_sealed || !self.staging.ready(ino).is_empty() {
+        if is_sealed || self.staging.has_ready(ino) {
             self.add(ino, self.settings.delay_ms);
         }
     }
@@ -234,7 +234,8 @@ impl Uploads {
         }
     }
 
-    /// Returns when everything staged under numbers below `end` is in the bucket, telling `progress` what is left.
+    /// Returns when everything staged under numbers below `end`, as [`Staging::pending`] takes it, is in the bucket, telling
+    /// `progress` what is left.
     ///
     /// # Errors
     /// `Unavailable` when uploads fail and none succeeds for as long as `patience`.

@@ -99,6 +99,26 @@ fn a_closed_file_is_one_put_later() {
     });
 }
 
+/// `forebay sync` and an unmount looked at all that was left after each file that came in.
+#[test]
+fn bringing_in_many_files_looks_at_each_a_few_times() {
+    const FILES: u64 = 200;
+    run(async {
+        let fixture = fixture(LATER);
+        let volume = fixture.open().await;
+        for number in 0..FILES {
+            write(&volume, &format!("f{number}"), pattern(number, 0..KIB)).await;
+        }
+        let staging = volume.staging().expect("it writes back");
+        let before = staging.looks();
+        volume.bring_all_in().await.expect("it is uploaded");
+        let looks = staging.looks() - before;
+        assert_eq!(volume.staged(), Staged::default());
+        assert!(looks < 30 * FILES, "{looks}");
+        volume.close().await.expect("close");
+    });
+}
+
 /// Promise S60: What is deleted or overwritten before its turn is never uploaded.
 #[test]
 fn what_is_gone_before_its_turn_is_not_uploaded() {
