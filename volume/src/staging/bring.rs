@@ -14,7 +14,7 @@ use super::{Staging, Uploads};
 use crate::Volume;
 use crate::content::Content;
 
-/// Failures of sealing a file, other than that the store is away, after which its bytes are uploaded as they are.
+/// Failures of sealing a file after which its bytes are uploaded as they are: where the store is away, if somebody waits for that.
 const SEAL_ATTEMPTS: u32 = 3;
 
 /// What came of sealing.
@@ -30,11 +30,12 @@ impl Volume {
     /// Makes a plain object of a file that is closed, and uploads what is left of its staged blobs under their own keys.
     pub(crate) async fn bring_in(self: &Arc<Self>, uploads: &Uploads, ino: InodeId) -> Result<Brought> {
         let sealed = match self.seal_staged(uploads, ino).await {
-            Err(error)
-                if error.kind() == ErrorKind::Unavailable || uploads.failures(ino) + 1 < SEAL_ATTEMPTS =>
-            {
-                return Err(error);
-            }
+            Err(error) if uploads.failures(ino) + 1 < SEAL_ATTEMPTS => return Err(error),
+            // What is at its path may be on its way out for minutes. Who waits for everything waits for the bytes alone.
+            Err(error) if error.kind() == ErrorKind::Unavailable => match uploads.is_hurried() {
+                true => Sealed::Done,
+                false => return Err(error),
+            },
             Err(error) => {
                 self.store().tell_unsealed(ino, &error);
                 Sealed::Done

@@ -15,7 +15,7 @@ use forebay_core::{ErrorKind, InodeId, ObjectKey};
 use forebay_io::clock::Clock;
 use forebay_io::mem::{Budget, Class};
 use forebay_io::object::{Bucket, Counters, FaultMode, Faults, OperationKind};
-use forebay_metadata::tree::resolve;
+use forebay_metadata::tree::{RenameMode, resolve};
 
 use super::REFUSES_SYNC;
 use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
@@ -320,6 +320,33 @@ fn the_next_mount_waits_for_no_answer_that_the_one_before_did_not_get() {
             }
             volume.close().await.expect("close");
         }
+    });
+}
+
+/// Where a file's object was being moved to its path, and the store did not answer, a sync waited for what comes of that, for minutes,
+/// and failed.
+#[test]
+fn a_sync_waits_for_no_copy_that_was_not_answered() {
+    run(async {
+        let faults = Faults::new();
+        let bucket = Bucket::in_memory().with_faults(&faults).with_deadline_ms(30);
+        let fixture = Fixture::new(bucket).writing_back(LATER);
+        let volume = fixture.open().await;
+        write(&volume, "f", Bytes::from_static(b"old")).await;
+        volume.bring_all_in().await.expect("it is uploaded");
+        let (from, to) = ((InodeId::ROOT, &b"f"[..]), (InodeId::ROOT, &b"g"[..]));
+        volume.rename(from, to, RenameMode::Replace).await.expect("renamed");
+        for nth in 1..40 {
+            faults.script(OperationKind::Copy, nth, FaultMode::Before);
+        }
+        volume.tree().local().expect("a tree of this process").drain().await.expect("drained");
+        assert!(faults.injected() > 0, "the copy failed");
+        faults.clear();
+        write(&volume, "g", Bytes::from_static(b"new")).await;
+        volume.bring_all_in().await.expect("it waits for the bytes alone");
+        assert_eq!((owned(&fixture.bucket).await, volume.staged().files), (1, 0));
+        assert_eq!(read(&volume, "g").await, "new");
+        volume.close().await.expect("close");
     });
 }
 
