@@ -6,7 +6,8 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use forebay_core::InodeId;
+use forebay_core::{Attributes, InodeId};
+use forebay_metadata::tree::Removed;
 use parking_lot::Mutex;
 
 /// Independent maps, so that worker threads rarely meet: more than any machine runs workers.
@@ -20,6 +21,8 @@ struct Record {
     cached: Option<u64>,
     /// The size that the kernel takes the file to have. It is told of no loss, and of no outsider's change, until it asks.
     size: u64,
+    /// What it was when its last name was taken away here: the tree may know it no more.
+    removed: Option<Box<Removed>>,
 }
 
 /// Lookup counts of all inodes that the kernel holds.
@@ -80,6 +83,30 @@ impl InodeTable {
     /// Notes that bytes that were not committed enter the kernel's cache: whether they will be, nobody knows.
     pub(crate) fn doubt_cache(&self, ino: InodeId) {
         self.change(ino, |record| record.cached = None);
+    }
+
+    /// Notes that the last name of an inode was taken away here.
+    pub(crate) fn removed(&self, removed: Removed) {
+        self.change(removed.attributes.ino, |record| record.removed = Some(removed.into()));
+    }
+
+    /// What an inode without names was, as long as the kernel holds it.
+    pub(crate) fn left(&self, ino: InodeId) -> Option<Removed> {
+        let shard = self.shard(ino).lock();
+        let record = shard.get(&ino)?;
+        let mut removed = Removed::clone(record.removed.as_ref()?);
+        // It may have been open, and written to.
+        removed.attributes.size = record.size;
+        Some(removed)
+    }
+
+    /// Notes what became of an inode that may have no name.
+    pub(crate) fn changed(&self, attributes: &Attributes) {
+        self.change(attributes.ino, |record| {
+            if let Some(removed) = &mut record.removed {
+                removed.attributes = attributes.clone();
+            }
+        });
     }
 
     /// References to `ino` that the kernel holds.

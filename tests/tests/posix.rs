@@ -12,6 +12,8 @@ mod data;
 mod attributes;
 #[path = "posix/directories.rs"]
 mod directories;
+#[path = "posix/removed.rs"]
+mod removed;
 #[path = "posix/sharing.rs"]
 mod sharing;
 #[path = "posix/outside.rs"]

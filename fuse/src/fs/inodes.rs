@@ -76,9 +76,19 @@ impl FileSystem {
 
     /// Attributes of an inode, which the kernel goes by from now on.
     pub async fn attributes(&self, ino: InodeId) -> FsResult<Attributes> {
-        let attributes = self.attributes_inside(ino).await?;
-        self.inodes.shown(ino, attributes.size);
-        Ok(attributes)
+        match self.attributes_inside(ino).await {
+            Ok(attributes) => Ok(self.show(attributes)),
+            Err(errno) => Ok(self.left(ino, errno).await?.attributes),
+        }
+    }
+
+    /// Attributes that the kernel goes by from now on.
+    fn show(&self, attributes: Attributes) -> Attributes {
+        self.inodes.shown(attributes.ino, attributes.size);
+        if attributes.nlink == 0 {
+            self.inodes.changed(&attributes);
+        }
+        attributes
     }
 
     /// The same for a look that the kernel learns nothing of.
@@ -96,6 +106,18 @@ impl FileSystem {
         change: Change,
         privileged: bool,
     ) -> FsResult<Attributes> {
+        match self.change_attributes(ino, &change, privileged).await {
+            Ok(changed) => Ok(self.show(changed)),
+            Err(errno) => self.change_left(ino, errno, &change).await,
+        }
+    }
+
+    async fn change_attributes(
+        &self,
+        ino: InodeId,
+        change: &Change,
+        privileged: bool,
+    ) -> FsResult<Attributes> {
         let mut changes = SetAttributes {
             mode: change.mode,
             clears: None,
@@ -110,14 +132,12 @@ impl FileSystem {
         if changes == SetAttributes::default() && change.size.is_none() {
             // So the kernel sends a chown(2) that names neither user nor group. Set-id bits go as with any other.
             self.clear_setid(ino).await?;
-            return self.attributes(ino).await;
+            return self.attributes_inside(ino).await;
         }
-        let changed = self.volume.set_attributes(ino, changes, change.size).await?;
-        self.inodes.shown(ino, changed.size);
-        Ok(changed)
+        Ok(self.volume.set_attributes(ino, changes, change.size).await?)
     }
 
-    fn resolve(&self, time: TimeChange) -> Timestamp {
+    pub(super) fn resolve(&self, time: TimeChange) -> Timestamp {
         match time {
             TimeChange::At(time) => time,
             TimeChange::Now => self.clock.wall(),
@@ -149,10 +169,7 @@ impl FileSystem {
 
     /// Whether there may be set-id bits to clear. Of most files there are none, which costs no change.
     async fn has_setid(&self, ino: InodeId) -> FsResult<bool> {
-        let attributes = self.attributes_inside(ino).await?;
-        // Set-gid without group execution is the mark of mandatory locking and stays.
-        let is_set = attributes.mode & 0o4000 != 0 || attributes.mode & 0o2010 == 0o2010;
-        Ok(attributes.kind != FileKind::Directory && is_set)
+        Ok(set_ids(&self.attributes_inside(ino).await?) != 0)
     }
 
     /// Counts for statfs.
@@ -171,6 +188,16 @@ impl FileSystem {
         let writable = |free| if self.volume.read_only() { 0 } else { free };
         let (free_bytes, free_inodes) = (writable(free_bytes), writable(free_inodes));
         Ok(Space { used_bytes, free_bytes, used_inodes, free_inodes })
+    }
+}
+
+/// The set-id bits that go when somebody without CAP_FSETID changes what an inode is. Set-gid without group execution is the
+/// mark of mandatory locking and stays.
+pub(super) fn set_ids(attributes: &Attributes) -> u16 {
+    match attributes.kind {
+        FileKind::Directory => 0,
+        _ if attributes.mode & 0o2010 == 0o2010 => attributes.mode & 0o6000,
+        _ => attributes.mode & 0o4000,
     }
 }
 

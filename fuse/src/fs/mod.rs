@@ -7,6 +7,7 @@
 mod state;
 mod listing;
 mod inodes;
+mod removed;
 mod names;
 mod open;
 mod data;

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use forebay_core::{Attributes, ErrorKind, FileKind, InodeId, Result};
-use forebay_metadata::tree::{Existing, NewInode, RenameMode};
+use forebay_metadata::tree::{Existing, NewInode, Removed, RenameMode};
 
 use super::FileSystem;
 use crate::errno::{Errno, FsResult};
@@ -87,12 +87,12 @@ impl FileSystem {
 
     /// Removes a name of something that is not a directory.
     pub async fn unlink(&self, parent: InodeId, name: &[u8]) -> FsResult<()> {
-        self.name_changed(&[parent], self.volume.unlink(parent, name).await).await
+        self.change_names(&[parent], self.volume.unlink(parent, name)).await
     }
 
     /// Removes an empty directory.
     pub async fn remove_directory(&self, parent: InodeId, name: &[u8]) -> FsResult<()> {
-        self.name_changed(&[parent], self.volume.tree().remove_directory(parent, name).await).await
+        self.change_names(&[parent], self.volume.tree().remove_directory(parent, name)).await
     }
 
     /// Moves or exchanges names; `flags` are renameat2's. Anything but its combinations is EINVAL.
@@ -112,15 +112,18 @@ impl FileSystem {
             WHITEOUT_NOREPLACE => RenameMode::Whiteout { uid, gid, may_replace: false },
             _ => return Err(Errno(libc::EINVAL)),
         };
-        self.name_changed(&[from.0, to.0], self.volume.rename(from, to, mode).await).await
+        self.change_names(&[from.0, to.0], self.volume.rename(from, to, mode)).await
     }
 
-    /// What came of a change of names in these directories.
+    /// Changes names in these directories.
     ///
     /// # Errors
     /// ESTALE where a directory is gone, as another host may have removed it; ENOENT where a name is.
-    async fn name_changed(&self, directories: &[InodeId], outcome: Result<()>) -> FsResult<()> {
-        let Err(failure) = outcome else { return Ok(()) };
+    async fn change_names<C>(&self, directories: &[InodeId], change: C) -> FsResult<()>
+    where
+        C: Future<Output = Result<Option<Removed>>>,
+    {
+        let Err(failure) = self.removing(change).await else { return Ok(()) };
         if failure.kind() == ErrorKind::NotFound {
             for directory in directories {
                 if self.attributes_inside(*directory).await == Err(Errno(libc::ENOENT)) {

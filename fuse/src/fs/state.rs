@@ -9,6 +9,7 @@ use forebay_metadata::tree::OutsideListener;
 use forebay_volume::{File, Volume};
 
 use super::listing::Cursor;
+use super::removed::Removals;
 use crate::errno::{Errno, FsResult};
 use crate::handle::{Handle, HandleTable, RecentMap};
 use crate::inode::InodeTable;
@@ -51,6 +52,7 @@ pub struct FileSystem {
     pub(super) policy: Policy,
     pub(super) clock: Clock,
     pub(super) inodes: InodeTable,
+    pub(super) removals: Removals,
     pub(super) files: HandleTable<Arc<File>>,
     pub(super) directories: HandleTable<Directory>,
     pub(super) shared_files: RecentMap<InodeId, Arc<File>>,
@@ -68,6 +70,7 @@ impl FileSystem {
             policy,
             clock,
             inodes: InodeTable::default(),
+            removals: Removals::default(),
             files: HandleTable::new(OPEN_FILES_MAX),
             directories: HandleTable::new(OPEN_DIRECTORIES_MAX),
             shared_files: RecentMap::new(SHARED_FILES_MAX),

@@ -331,14 +331,14 @@ impl Window<'_, '_, '_> {
             return self.forget(name, ino, inode);
         }
         (self.changed, self.has_lost) = (true, true);
-        self.change.remove_name(self.work.directory, name, ino)
+        self.change.remove_name(self.work.directory, name, ino).map(drop)
     }
 
     /// Takes the name from a file whose object is not its own any more: nothing of the bucket is to be deleted.
     fn forget(&mut self, name: &[u8], ino: InodeId, mut inode: Inode) -> Result<()> {
         (self.changed, self.has_lost) = (true, true);
         self.change.give_up_home(ino, &mut inode)?;
-        self.change.remove_name(self.work.directory, name, ino)
+        self.change.remove_name(self.work.directory, name, ino).map(drop)
     }
 
     fn unlisted(&mut self, name: &Bytes, entry: Dentry) -> Result<()> {

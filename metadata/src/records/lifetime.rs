@@ -1,28 +1,55 @@
 //! The end of inodes: without a name they live while somebody has them open, or in the trash.
 
-use forebay_core::{Extent, FileKind, FileLayout, InodeId, Result, Source};
+use bytes::Bytes;
+use forebay_core::{Attributes, Extent, FileKind, FileLayout, InodeId, Result, Source};
+use serde::{Deserialize, Serialize};
 
 use super::{Change, Charge, Records, usage_of};
-use crate::schema::{HolderState, Inode, Orphan, Tag};
+use crate::schema::{HolderState, Inode, Orphan, Tag, decode_plain};
 
 /// Extended attributes deleted in one step; what is left goes in the next.
 const STEP: usize = 256;
 
+/// The attribute that says who may do what.
+pub(crate) const ACCESS_LIST: &[u8] = b"system.posix_acl_access";
+
+/// What a change took the last name from, as it was then. Unless it is open, or kept in the trash, the tree knows it no more.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Removed {
+    /// Its attributes, without links.
+    pub attributes: Attributes,
+    /// Its access control list, if it had one: the permission bits of such an inode do not say who may do what. Left out of
+    /// files and symlinks, which nobody opens any more.
+    pub access_list: Option<Bytes>,
+}
+
 impl Change<'_, '_> {
     /// Goes on without names: keeps the inode for those who have it open, or ends it.
-    pub(crate) fn lose(&mut self, ino: InodeId, mut inode: Inode) -> Result<()> {
+    pub(crate) fn lose(&mut self, ino: InodeId, mut inode: Inode) -> Result<Removed> {
         self.charge(inode.parent, -usage_of(&inode), Charge::Forced)?;
         inode.nlink = 0;
         inode.ctime = self.now;
         if inode.kind == FileKind::Directory && !self.is_import {
             self.doom_prefix(ino)?;
         }
+        let removed = self.removed(ino, &inode)?;
         if self.shared.openers(ino) == 0 {
-            return self.discard(ino, inode);
+            self.discard(ino, inode)?;
+            return Ok(removed);
         }
         self.put(self.keys().orphan(self.shared.session, ino), Orphan { is_unfinished: false }.encode())?;
         self.put_inode(ino, &inode)?;
-        self.settle_home(ino, &inode)
+        self.settle_home(ino, &inode)?;
+        Ok(removed)
+    }
+
+    fn removed(&self, ino: InodeId, inode: &Inode) -> Result<Removed> {
+        let list = match inode.kind {
+            FileKind::File | FileKind::Symlink => None,
+            _ => self.reads().get(&self.keys().xattr(ino, ACCESS_LIST))?,
+        };
+        let access_list = list.map(|list| decode_plain(list, "extended attribute")).transpose()?;
+        Ok(Removed { attributes: inode.attributes(ino), access_list })
     }
 
     /// The plain object that was a file's is gone, or holds somebody else's bytes: gives it up without deleting

@@ -34,6 +34,8 @@ pub(crate) use clones::MOST_CHANGED;
 pub(crate) use clones::{Building, Changed, CloneTicket, Clones, Made, Read};
 pub(crate) use damaged::{is_about_a_record, pass_over, readable};
 pub(crate) use given_up::{LOST_OBJECTS, given_up_in};
+pub(crate) use lifetime::ACCESS_LIST;
+pub use lifetime::Removed;
 pub(crate) use name::{check_name, check_new_name, is_reserved};
 pub use outside::{OutsideChange, OutsideChanges, OutsideListener};
 pub(crate) use owned::{owned_key, session_of};

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, InodeId, Result};
 
-use super::{Change, Charge, Records, usage_of};
+use super::{Change, Charge, Records, Removed, usage_of};
 use crate::schema::{Dentry, Inode, Tag, encode_plain};
 
 /// Longest name in bytes, as Linux has it.
@@ -53,8 +53,13 @@ impl Change<'_, '_> {
         self.put(self.keys().link(ino, parent, name), encode_plain(b""))
     }
 
-    /// Takes a name from something that is not a directory, and frees it when that was the last.
-    pub(crate) fn remove_name(&mut self, parent: InodeId, name: &[u8], ino: InodeId) -> Result<()> {
+    /// Takes a name from something that is not a directory, and frees it when that was the last, as is told then.
+    pub(crate) fn remove_name(
+        &mut self,
+        parent: InodeId,
+        name: &[u8],
+        ino: InodeId,
+    ) -> Result<Option<Removed>> {
         self.delete_dentry(parent, name)?;
         let mut inode = self.inode(ino)?;
         if inode.nlink > 1 || self.shared.settings.trash_ms > 0 {
@@ -63,11 +68,12 @@ impl Change<'_, '_> {
         inode.nlink = inode.nlink.saturating_sub(1);
         inode.ctime = self.now;
         if inode.nlink == 0 {
-            return self.lose(ino, inode);
+            return self.lose(ino, inode).map(Some);
         }
         if !(inode.parent == parent && inode.name == name) {
             self.delete(self.keys().link(ino, parent, name))?;
-            return self.put_inode(ino, &inode);
+            self.put_inode(ino, &inode)?;
+            return Ok(None);
         }
         let (start, end) = self.keys().below(Tag::Link, ino.0);
         let first = self.reads().scan(&start, &end, 1)?;
@@ -76,7 +82,8 @@ impl Change<'_, '_> {
         self.recharge(parent, inode.parent, usage_of(&inode), Charge::Forced)?;
         self.delete(key.clone())?;
         self.put_inode(ino, &inode)?;
-        self.settle_home(ino, &inode)
+        self.settle_home(ino, &inode)?;
+        Ok(None)
     }
 
     /// Notes that an inode goes on without a name. Where that is the path of its object, a claim keeps others from there.

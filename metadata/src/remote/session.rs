@@ -175,10 +175,12 @@ impl Session {
                 made.map(|(attributes, is_new)| Answer::Made(attributes, is_new))
             }
             Request::Link(ino, parent, name) => tree.link(ino, parent, &name).await.map(Answer::Attributes),
-            Request::Unlink(parent, name) => tree.unlink(parent, &name).await.map(done),
-            Request::RemoveDirectory(parent, name) => tree.remove_directory(parent, &name).await.map(done),
+            Request::Unlink(parent, name) => tree.unlink(parent, &name).await.map(Answer::Removed),
+            Request::RemoveDirectory(parent, name) => {
+                tree.remove_directory(parent, &name).await.map(Answer::Removed)
+            }
             Request::Rename(from, to, mode) => {
-                tree.rename((from.0, &from.1), (to.0, &to.1), mode).await.map(done)
+                tree.rename((from.0, &from.1), (to.0, &to.1), mode).await.map(Answer::Removed)
             }
             Request::SetAttributes(ino, changes) => {
                 tree.set_attributes(ino, changes).await.map(Answer::Attributes)

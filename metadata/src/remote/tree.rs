@@ -20,7 +20,7 @@ use super::wire::{Answer, Request};
 use crate::records::owned_key;
 use crate::tree::{
     CloneGuide, Cloned, Created, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges, Placement,
-    RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode,
+    Removed, RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode,
 };
 
 /// How long a command may take: to check a large volume takes its time.
@@ -128,6 +128,10 @@ impl RemoteTree {
             Answer::Done => Ok(()),
             _ => Err(unexpected()),
         }
+    }
+
+    async fn removed(&self, request: Request) -> Result<Option<Removed>> {
+        expect!(self.call(request).await?, Removed(removed) => removed)
     }
 
     fn end_hold(&self, ino: InodeId) {
@@ -249,17 +253,22 @@ impl Tree for RemoteTree {
         expect!(self.call(request).await?, Attributes(attributes) => attributes)
     }
 
-    async fn unlink(&self, parent: InodeId, name: &[u8]) -> Result<()> {
-        self.done(Request::Unlink(parent, Bytes::copy_from_slice(name))).await
+    async fn unlink(&self, parent: InodeId, name: &[u8]) -> Result<Option<Removed>> {
+        self.removed(Request::Unlink(parent, Bytes::copy_from_slice(name))).await
     }
 
-    async fn remove_directory(&self, parent: InodeId, name: &[u8]) -> Result<()> {
-        self.done(Request::RemoveDirectory(parent, Bytes::copy_from_slice(name))).await
+    async fn remove_directory(&self, parent: InodeId, name: &[u8]) -> Result<Option<Removed>> {
+        self.removed(Request::RemoveDirectory(parent, Bytes::copy_from_slice(name))).await
     }
 
-    async fn rename(&self, from: (InodeId, &[u8]), to: (InodeId, &[u8]), mode: RenameMode) -> Result<()> {
+    async fn rename(
+        &self,
+        from: (InodeId, &[u8]),
+        to: (InodeId, &[u8]),
+        mode: RenameMode,
+    ) -> Result<Option<Removed>> {
         let (from, to) = ((from.0, Bytes::copy_from_slice(from.1)), (to.0, Bytes::copy_from_slice(to.1)));
-        self.done(Request::Rename(from, to, mode)).await
+        self.removed(Request::Rename(from, to, mode)).await
     }
 
     async fn set_attributes(&self, ino: InodeId, changes: SetAttributes) -> Result<Attributes> {

@@ -14,12 +14,12 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::tree::{
-    Created, DirectoryPage, Existing, Lookup, NewInode, OutsideChange, Placement, RenameMode, SetAttributes,
-    Statistics, XattrMode,
+    Created, DirectoryPage, Existing, Lookup, NewInode, OutsideChange, Placement, Removed, RenameMode,
+    SetAttributes, Statistics, XattrMode,
 };
 
 /// Names what is spoken, and its version: who speaks another one is turned away (ALPN).
-pub const PROTOCOL: &str = "forebay-tree/1";
+pub const PROTOCOL: &str = "forebay-tree/2";
 /// The longest message, in bytes: a layout of half a million extents.
 const LONGEST: usize = 64 << 20;
 /// Bytes before the body of a message: its length.
@@ -316,6 +316,7 @@ pub(super) enum Answer {
     Flag(bool),
     Statistics(Statistics),
     Inodes(Vec<InodeId>),
+    Removed(Option<Removed>),
 }
 
 impl Answer {
@@ -449,7 +450,7 @@ pub(super) fn time_for(bytes: usize) -> Duration {
 
 #[cfg(test)]
 mod tests {
-    use forebay_core::{Blob, Extent, Source, Version};
+    use forebay_core::{Blob, Extent, FileKind, Source, Version};
 
     use super::super::messages::Messages;
     use super::*;
@@ -497,12 +498,30 @@ mod tests {
         let time = Timestamp { seconds: -1, nanos: 9 };
         let failure = Failure::from(Error::new(ErrorKind::Stale, "so").with_hint("do"));
         let welcome = Welcome { server: 5, standing: Standing::TakenOver, has_quotas: true };
+        let removed = Some(Removed {
+            attributes: Attributes {
+                ino: InodeId(7),
+                kind: FileKind::Directory,
+                mode: 0o755,
+                uid: 1,
+                gid: 2,
+                nlink: 0,
+                size: 0,
+                allocated: 0,
+                rdev: 0,
+                atime: time,
+                mtime: time,
+                ctime: time,
+                generation: 0,
+            },
+            access_list: Some(name.clone()),
+        });
         let changed = vec![
             OutsideChange::Name { directory: InodeId(1), name: name.clone() },
             OutsideChange::Inode { ino: InodeId(2), has_content: true },
             OutsideChange::Anything,
         ];
-        let said: [(&str, String); 12] = [
+        let said: [(&str, String); 13] = [
             ("HELLO", hex(&|| encode(&ToServer::Hello(hello.clone())))),
             ("LOOKUP", hex(&ask(Request::Lookup(InodeId(1), name.clone())))),
             (
@@ -523,10 +542,14 @@ mod tests {
                 "INODES",
                 hex(&|| encode(&ToGuest::Answer { id: 9, outcome: Ok(Answer::Inodes(vec![InodeId(7)])) })),
             ),
+            (
+                "REMOVED",
+                hex(&|| encode(&ToGuest::Answer { id: 9, outcome: Ok(Answer::Removed(removed.clone())) })),
+            ),
             ("CHANGED", hex(&|| encode(&ToGuest::Changed(changed.clone())))),
             ("ENDING", hex(&|| encode(&ToGuest::Ending(true)))),
         ];
-        let pinned: [(&str, &str); 12] = [
+        let pinned: [(&str, &str); 13] = [
             ("HELLO", "090000000007ac020103682d31"),
             ("LOOKUP", "070000000109040001016e"),
             ("RENAME", "0b0000000109040c01016e02016e02"),
@@ -537,6 +560,7 @@ mod tests {
             ("FAILED", "0b0000000209010502736f0102646f"),
             ("DONE", "0400000002090000"),
             ("INODES", "060000000209000e0107"),
+            ("REMOVED", "190000000209000f010701ed030102000000000109010901090001016e"),
             ("CHANGED", "0a00000003030001016e01020102"),
             ("ENDING", "020000000701"),
         ];

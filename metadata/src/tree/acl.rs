@@ -7,11 +7,11 @@
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use forebay_core::{Error, ErrorKind, FileKind, InodeId, Result};
 
-use crate::records::{Change, Records};
+use crate::records::{ACCESS_LIST, Change, Records};
 use crate::schema::{Inode, decode_plain, encode_plain};
 
 /// The list that says who may do what.
-pub(super) const ACCESS: &[u8] = b"system.posix_acl_access";
+pub(super) const ACCESS: &[u8] = ACCESS_LIST;
 /// Of a directory: the list that what is made in it starts with.
 pub(super) const DEFAULT: &[u8] = b"system.posix_acl_default";
 

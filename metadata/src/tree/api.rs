@@ -5,7 +5,7 @@ use bytes::Bytes;
 use forebay_core::{Attributes, FileKind, FileLayout, InodeId, ObjectKey, Result, Timestamp, Version};
 use serde::{Deserialize, Serialize};
 
-use super::{Cloned, OutsideChanges, SegmentPin};
+use super::{Cloned, OutsideChanges, Removed, SegmentPin};
 use crate::schema::Quota;
 
 /// Outcome of looking a name up; a miss is expected and no error.
@@ -251,15 +251,21 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// Gives a file a further name.
     async fn link(&self, ino: InodeId, parent: InodeId, name: &[u8]) -> Result<Attributes>;
 
-    /// Removes a name of something that is not a directory. Its inode lives on while other names or openers hold it.
-    async fn unlink(&self, parent: InodeId, name: &[u8]) -> Result<()>;
+    /// Removes a name of something that is not a directory. Its inode lives on while other names or openers hold it; returns it if
+    /// that was its last name.
+    async fn unlink(&self, parent: InodeId, name: &[u8]) -> Result<Option<Removed>>;
 
-    /// Removes an empty directory.
-    async fn remove_directory(&self, parent: InodeId, name: &[u8]) -> Result<()>;
+    /// Removes an empty directory, and returns it.
+    async fn remove_directory(&self, parent: InodeId, name: &[u8]) -> Result<Option<Removed>>;
 
     /// Moves or exchanges names. A directory moves with all below it in one commit; if that moves it between quotas, it is
-    /// counted before. Fails with `OverQuota` when it does not fit.
-    async fn rename(&self, from: (InodeId, &[u8]), to: (InodeId, &[u8]), mode: RenameMode) -> Result<()>;
+    /// counted before. Fails with `OverQuota` when it does not fit. Returns what was replaced if that was its last name.
+    async fn rename(
+        &self,
+        from: (InodeId, &[u8]),
+        to: (InodeId, &[u8]),
+        mode: RenameMode,
+    ) -> Result<Option<Removed>>;
 
     /// Changes attributes; an access control list follows the mode, and a change of owner clears set-id bits as POSIX says.
     async fn set_attributes(&self, ino: InodeId, changes: SetAttributes) -> Result<Attributes>;

@@ -34,8 +34,8 @@ pub use quota::DirectoryQuota;
 pub use trash::Trashed;
 
 pub use crate::records::{
-    Cloned, GcSettings, ImportSettings, OutsideChange, OutsideChanges, OutsideListener, SegmentPin, TrashId,
-    TreeSettings,
+    Cloned, GcSettings, ImportSettings, OutsideChange, OutsideChanges, OutsideListener, Removed, SegmentPin,
+    TrashId, TreeSettings,
 };
 pub use crate::schema::{Loose, Quota, QuotaLimits, Usage};
 

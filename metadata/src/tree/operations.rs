@@ -15,8 +15,8 @@ use super::local::LocalTree;
 use super::place::{Step, place};
 use super::{
     CloneGuide, Cloned, Created, DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges,
-    Placement, RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode, clone, create, following,
-    link, quota, remove_directory, rename, segments, set_attributes, unlink, xattr,
+    Placement, Removed, RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode, clone, create,
+    following, link, quota, remove_directory, rename, segments, set_attributes, unlink, xattr,
 };
 use crate::mover::{Settled, Unplaced};
 use crate::records::{Change, Look, Records, check_name, owned_key};
@@ -157,21 +157,26 @@ impl Tree for LocalTree {
         self.change(move |change| link::link(change, ino, parent, &name)).await
     }
 
-    async fn unlink(&self, parent: InodeId, name: &[u8]) -> Result<()> {
+    async fn unlink(&self, parent: InodeId, name: &[u8]) -> Result<Option<Removed>> {
         self.check_writable()?;
         self.ensure_listed(parent).await?;
         let name = Bytes::copy_from_slice(name);
         self.change(move |change| unlink::unlink(change, parent, &name)).await
     }
 
-    async fn remove_directory(&self, parent: InodeId, name: &[u8]) -> Result<()> {
+    async fn remove_directory(&self, parent: InodeId, name: &[u8]) -> Result<Option<Removed>> {
         self.check_writable()?;
         self.ensure_below(parent, name).await?;
         let name = Bytes::copy_from_slice(name);
         self.change(move |change| remove_directory::remove_directory(change, parent, &name)).await
     }
 
-    async fn rename(&self, from: (InodeId, &[u8]), to: (InodeId, &[u8]), mode: RenameMode) -> Result<()> {
+    async fn rename(
+        &self,
+        from: (InodeId, &[u8]),
+        to: (InodeId, &[u8]),
+        mode: RenameMode,
+    ) -> Result<Option<Removed>> {
         self.check_writable()?;
         // Of two directories that are at fault, the first is named.
         self.look(|look| look.directory(from.0)).await?;

@@ -2,10 +2,14 @@
 
 use forebay_core::{Error, ErrorKind, FileKind, InodeId, Result};
 
-use crate::records::{Change, Records, check_name};
+use crate::records::{Change, Records, Removed, check_name};
 
 /// As [`super::Tree::remove_directory`].
-pub(super) fn remove_directory(change: &mut Change<'_, '_>, parent: InodeId, name: &[u8]) -> Result<()> {
+pub(super) fn remove_directory(
+    change: &mut Change<'_, '_>,
+    parent: InodeId,
+    name: &[u8],
+) -> Result<Option<Removed>> {
     check_name(name)?;
     let mut directory = change.directory(parent)?;
     let found = change.entry(parent, name)?;
@@ -16,9 +20,10 @@ pub(super) fn remove_directory(change: &mut Change<'_, '_>, parent: InodeId, nam
     check_empty(change, found.ino)?;
     change.delete_dentry(parent, name)?;
     let inode = change.inode(found.ino)?;
-    change.lose(found.ino, inode)?;
+    let removed = change.lose(found.ino, inode)?;
     directory.nlink = directory.nlink.saturating_sub(1);
-    change.put_changed_directory(parent, directory)
+    change.put_changed_directory(parent, directory)?;
+    Ok(Some(removed))
 }
 
 /// # Errors

@@ -7,7 +7,7 @@ use super::create::create;
 use super::local::LocalTree;
 use super::remove_directory::check_empty;
 use super::{Existing, NewInode, RenameMode};
-use crate::records::{Change, Charge, Records, check_name, check_new_name, usage_of};
+use crate::records::{Change, Charge, Records, Removed, check_name, check_new_name, usage_of};
 use crate::schema::{Dentry, Inode, Usage};
 
 /// A directory and a name in it.
@@ -16,6 +16,15 @@ type Place<'n> = (InodeId, &'n [u8]);
 /// How often what moves is counted before the move gives up: others make and remove quotas meanwhile.
 const MOST_COUNTS: u32 = 8;
 
+/// What came of a rename that was tried.
+#[derive(Debug)]
+pub(super) enum Renamed {
+    /// It is done, and may have replaced something that had no other name.
+    Done(Option<Removed>),
+    /// Nothing has changed: these directories have to be counted first, since quotas part from them what they hold.
+    Uncounted(Vec<InodeId>),
+}
+
 /// As [`super::Tree::rename`], after what has to be counted first. That goes to `counted`, whatever comes of it.
 pub(super) async fn rename_counted(
     tree: &LocalTree,
@@ -23,15 +32,15 @@ pub(super) async fn rename_counted(
     to: &(InodeId, Bytes),
     mode: RenameMode,
     counted: &mut Vec<InodeId>,
-) -> Result<()> {
+) -> Result<Option<Removed>> {
     for _ in 0..MOST_COUNTS {
         let (from, to) = (from.clone(), to.clone());
         let rename =
             move |change: &mut Change<'_, '_>| rename(change, (from.0, &from.1), (to.0, &to.1), mode);
-        let uncounted = tree.change(rename).await?;
-        if uncounted.is_empty() {
-            return Ok(());
-        }
+        let uncounted = match tree.change(rename).await? {
+            Renamed::Done(removed) => return Ok(removed),
+            Renamed::Uncounted(directories) => directories,
+        };
         for directory in uncounted {
             counted.push(directory);
             tree.count_below(directory).await?;
@@ -40,14 +49,13 @@ pub(super) async fn rename_counted(
     Err(Error::new(ErrorKind::Unavailable, format!("what moves from directory {} cannot be counted", from.0)))
 }
 
-/// As [`super::Tree::rename`]. Returns directories that have to be counted first, since quotas part from them what they
-/// hold; nothing has changed then.
+/// As [`super::Tree::rename`], but for what has to be counted first.
 pub(super) fn rename(
     change: &mut Change<'_, '_>,
     from: Place<'_>,
     to: Place<'_>,
     mode: RenameMode,
-) -> Result<Vec<InodeId>> {
+) -> Result<Renamed> {
     check_name(from.1)?;
     check_new_name(to.0, to.1)?;
     change.directory(from.0)?;
@@ -58,26 +66,26 @@ pub(super) fn rename(
     let uncounted =
         uncounted(change, (from.0, to.0), source, target.filter(|_| mode == RenameMode::Exchange))?;
     if !uncounted.is_empty() {
-        return Ok(uncounted);
+        return Ok(Renamed::Uncounted(uncounted));
     }
     let done = match (mode, target) {
         (RenameMode::NoReplace | RenameMode::Whiteout { may_replace: false, .. }, Some(_)) => {
             let name = String::from_utf8_lossy(to.1);
             Err(Error::new(ErrorKind::Exists, format!("`{name}` is in directory {} already", to.0)))
         }
-        (RenameMode::Exchange, None) => change.entry(to.0, to.1).map(|_| ()),
-        (_, Some(target)) if target.ino == source.ino => Ok(()),
+        (RenameMode::Exchange, None) => change.entry(to.0, to.1).map(|_| None),
+        (_, Some(target)) if target.ino == source.ino => Ok(None),
         (RenameMode::Exchange, Some(target)) => {
             check_not_below(change, target, from.0)?;
-            exchange(change, (from, source), (to, target))
+            exchange(change, (from, source), (to, target)).map(|()| None)
         }
         (RenameMode::Whiteout { uid, gid, .. }, target) => {
-            replace(change, (from, source), to, target)?;
-            leave_whiteout(change, from, (uid, gid))
+            let removed = replace(change, (from, source), to, target)?;
+            leave_whiteout(change, from, (uid, gid)).map(|()| removed)
         }
         (RenameMode::Replace | RenameMode::NoReplace, target) => replace(change, (from, source), to, target),
     };
-    done.map(|()| Vec::new())
+    done.map(Renamed::Done)
 }
 
 /// Makes what an overlay takes for the absence of a name (Linux, Documentation/filesystems/overlayfs.rst), as ext4 does: with
@@ -137,7 +145,8 @@ fn replace(
     (from, source): (Place<'_>, Dentry),
     to: Place<'_>,
     target: Option<Dentry>,
-) -> Result<()> {
+) -> Result<Option<Removed>> {
+    let mut removed = None;
     if let Some(target) = target {
         match (source.kind == FileKind::Directory, target.kind == FileKind::Directory) {
             (true, false) => {
@@ -147,7 +156,7 @@ fn replace(
             (true, true) => check_empty(change, target.ino)?,
             (false, false) => {}
         }
-        take_away(change, to, target)?;
+        removed = take_away(change, to, target)?;
     }
     let weight = weight(change, source, from)?;
     change.recharge(from.0, to.0, weight, Charge::Checked)?;
@@ -156,19 +165,25 @@ fn replace(
     change.delete_dentry(from.0, from.1)?;
     change.put_dentry(to.0, to.1, source)?;
     change_parents(change, from.0, to.0, source.kind == FileKind::Directory)?;
-    arrive(change, source.ino, from, to)
+    arrive(change, source.ino, from, to)?;
+    Ok(removed)
 }
 
 /// Removes what the move replaces.
-fn take_away(change: &mut Change<'_, '_>, (parent, name): Place<'_>, target: Dentry) -> Result<()> {
+fn take_away(
+    change: &mut Change<'_, '_>,
+    (parent, name): Place<'_>,
+    target: Dentry,
+) -> Result<Option<Removed>> {
     if target.kind != FileKind::Directory {
         return change.remove_name(parent, name, target.ino);
     }
     let inode = change.inode(target.ino)?;
-    change.lose(target.ino, inode)?;
+    let removed = change.lose(target.ino, inode)?;
     let mut directory = change.directory(parent)?;
     directory.nlink = directory.nlink.saturating_sub(1);
-    change.put_inode(parent, &directory)
+    change.put_inode(parent, &directory)?;
+    Ok(Some(removed))
 }
 
 fn exchange(

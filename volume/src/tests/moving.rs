@@ -127,7 +127,7 @@ fn names_change_while_a_file_is_being_sealed() {
             let at_once = async {
                 match change {
                     "moved" => rename(&volume, "f", "g").await,
-                    "removed" => volume.unlink(ROOT, b"f").await.expect("unlinked"),
+                    "removed" => drop(volume.unlink(ROOT, b"f").await.expect("unlinked")),
                     _ => rename(&volume, "g", "f").await,
                 }
                 volume.sync().await.expect("all is committed");

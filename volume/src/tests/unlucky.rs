@@ -13,7 +13,7 @@ use tokio::sync::Notify;
 
 use forebay_metadata::tree::{
     CloneGuide, Cloned, DirectoryPage, Existing, LocalTree, Lookup, NewInode, OutsideChanges, Placement,
-    RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode,
+    Removed, RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode,
 };
 
 /// What the tree says of any file's bytes instead of what it has.
@@ -135,15 +135,20 @@ impl Tree for Unlucky {
         self.tree.link(ino, parent, name).await
     }
 
-    async fn unlink(&self, parent: InodeId, name: &[u8]) -> Result<()> {
+    async fn unlink(&self, parent: InodeId, name: &[u8]) -> Result<Option<Removed>> {
         self.tree.unlink(parent, name).await
     }
 
-    async fn remove_directory(&self, parent: InodeId, name: &[u8]) -> Result<()> {
+    async fn remove_directory(&self, parent: InodeId, name: &[u8]) -> Result<Option<Removed>> {
         self.tree.remove_directory(parent, name).await
     }
 
-    async fn rename(&self, from: (InodeId, &[u8]), to: (InodeId, &[u8]), mode: RenameMode) -> Result<()> {
+    async fn rename(
+        &self,
+        from: (InodeId, &[u8]),
+        to: (InodeId, &[u8]),
+        mode: RenameMode,
+    ) -> Result<Option<Removed>> {
         self.tree.rename(from, to, mode).await
     }
 

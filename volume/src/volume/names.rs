@@ -1,20 +1,26 @@
 //! Names that go and move: what is being written below them is completed first.
 
 use forebay_core::{ErrorKind, FileKind, InodeId, Result};
-use forebay_metadata::tree::{Lookup, RenameMode};
+use forebay_metadata::tree::{Lookup, Removed, RenameMode};
 
 use super::Volume;
 use crate::content::Content;
 
 impl Volume {
-    /// Removes a name. A file that is being written is committed first, so that its object and its name stay one.
-    pub async fn unlink(&self, parent: InodeId, name: &[u8]) -> Result<()> {
+    /// Removes a name, as [`Tree::unlink`]. A file that is being written is committed first, so that its object and its name stay
+    /// one.
+    pub async fn unlink(&self, parent: InodeId, name: &[u8]) -> Result<Option<Removed>> {
         self.settle_removed(parent, name).await;
         self.store.tree.unlink(parent, name).await
     }
 
     /// Moves or exchanges names, as [`Tree::rename`].
-    pub async fn rename(&self, from: (InodeId, &[u8]), to: (InodeId, &[u8]), mode: RenameMode) -> Result<()> {
+    pub async fn rename(
+        &self,
+        from: (InodeId, &[u8]),
+        to: (InodeId, &[u8]),
+        mode: RenameMode,
+    ) -> Result<Option<Removed>> {
         self.settle(from.0, from.1).await?;
         match mode {
             RenameMode::Replace | RenameMode::Whiteout { may_replace: true, .. } => {

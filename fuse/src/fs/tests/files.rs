@@ -131,6 +131,7 @@ async fn a_removed_file_lives_until_its_last_close() {
     assert_eq!(fs.attributes(ino).await.expect("fstat").nlink, 0);
     fs.close(handle, 0).await.expect("flush");
     fs.release(handle).await.expect("release");
+    assert!(fs.forget(ino, fs.lookups(ino)).is_none());
     // A file that was rewritten is settled behind its last close.
     for _ in 0..1000 {
         if fs.attributes(ino).await.is_err() {

@@ -5,6 +5,7 @@ mod files;
 mod access;
 mod names;
 mod positions;
+mod removed;
 mod sharing;
 
 use std::sync::Arc;

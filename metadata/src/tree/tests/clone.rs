@@ -124,8 +124,8 @@ pub(super) async fn remove_all(tree: &LocalTree, path: &str) {
     for path in below.iter().rev() {
         let (parent, name) = split(tree, path.trim_end_matches('/')).await.expect("a directory");
         match path.ends_with('/') {
-            true => tree.remove_directory(parent, name.as_bytes()).await.expect("removed"),
-            false => tree.unlink(parent, name.as_bytes()).await.expect("removed"),
+            true => drop(tree.remove_directory(parent, name.as_bytes()).await.expect("removed")),
+            false => drop(tree.unlink(parent, name.as_bytes()).await.expect("removed")),
         }
     }
 }

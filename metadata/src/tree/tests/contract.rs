@@ -36,8 +36,10 @@ async fn names_are_made_found_and_removed(tree: &dyn Tree) {
     assert_eq!(kind_of(tree.lookup(file.ino, b"x").await), ErrorKind::NotDirectory);
     tree.remove_directory(directory, b"inner").await.expect("removed");
     assert_eq!(tree.attributes(directory).await.expect("attributes").nlink, 2);
-    tree.remove_directory(ROOT, b"d").await.expect("removed");
-    tree.unlink(ROOT, b"a").await.expect("unlinked");
+    let gone = tree.remove_directory(ROOT, b"d").await.expect("removed").expect("told").attributes;
+    assert_eq!((gone.ino, gone.kind, gone.nlink), (directory, FileKind::Directory, 0));
+    let gone = tree.unlink(ROOT, b"a").await.expect("unlinked").expect("told").attributes;
+    assert_eq!((gone.ino, gone.kind, gone.nlink), (file.ino, FileKind::File, 0));
     assert_eq!(kind_of(tree.attributes(file.ino).await), ErrorKind::NotFound);
     let next = make(tree, ROOT, "a", FileKind::File).await;
     assert!(![file.ino, directory, inner].contains(&next), "inode numbers are never used again");
@@ -103,8 +105,9 @@ async fn links_share_one_inode(tree: &dyn Tree) {
         assert_eq!((attributes.ino, attributes.nlink), (file, 2), "rename onto the same inode does nothing");
     }
     assert_eq!(tree.parent(file).await.expect("parent"), ROOT);
-    tree.unlink(ROOT, b"c").await.expect("unlinked");
-    tree.unlink(ROOT, b"b").await.expect("unlinked");
+    assert_eq!(tree.unlink(ROOT, b"c").await.expect("unlinked"), None, "it has another name");
+    let gone = tree.unlink(ROOT, b"b").await.expect("unlinked").expect("told").attributes;
+    assert_eq!((gone.ino, gone.nlink), (file, 0));
     assert_eq!(kind_of(tree.link(file, ROOT, b"z").await), ErrorKind::NotFound);
     tree.remove_directory(ROOT, b"d").await.expect("removed");
 }
@@ -129,16 +132,18 @@ async fn renames_follow_posix(tree: &dyn Tree) {
     assert_eq!(found(tree, d, b"a").await.ino, a);
     rename((d, b"a"), (ROOT, b"d"), Exchange).await.expect_err("a parent cannot go below its child");
     let f = make(tree, ROOT, "f", FileKind::Directory).await;
-    rename((ROOT, b"f"), (d, b"a"), Exchange).await.expect("exchanged");
+    assert_eq!(rename((ROOT, b"f"), (d, b"a"), Exchange).await.expect("exchanged"), None);
     assert_eq!((found(tree, ROOT, b"f").await.ino, found(tree, d, b"a").await.ino), (a, f));
     assert_eq!(tree.attributes(d).await.expect("attributes").nlink, 4);
     assert_eq!(tree.attributes(ROOT).await.expect("attributes").nlink, 3);
     assert_eq!((tree.parent(f).await.expect("p"), tree.parent(a).await.expect("p")), (d, ROOT));
-    rename((d, b"a"), (d, b"e"), Replace).await.expect("an empty directory is replaced");
+    let gone = rename((d, b"a"), (d, b"e"), Replace).await.expect("an empty directory is replaced");
+    assert_eq!(gone.map(|gone| (gone.attributes.ino, gone.attributes.nlink)), Some((e, 0)));
     assert_eq!(kind_of(tree.attributes(e).await), ErrorKind::NotFound);
     assert_eq!(tree.attributes(d).await.expect("attributes").nlink, 3);
     let b = make(tree, ROOT, "b", FileKind::File).await;
-    rename((ROOT, b"f"), (ROOT, b"b"), Replace).await.expect("a file is replaced");
+    let gone = rename((ROOT, b"f"), (ROOT, b"b"), Replace).await.expect("a file is replaced");
+    assert_eq!(gone.map(|gone| (gone.attributes.ino, gone.attributes.nlink)), Some((b, 0)));
     assert_eq!(kind_of(tree.attributes(b).await), ErrorKind::NotFound);
     assert_eq!(found(tree, ROOT, b"b").await.ino, a);
     tree.unlink(ROOT, b"b").await.expect("unlinked");

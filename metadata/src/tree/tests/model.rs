@@ -207,8 +207,11 @@ impl<'t> Pair<'t> {
                 (expected.map(|_| ()), made.map(|_| ()))
             }
             4 => (self.model.link(node, q, m), tree.link(ino, other, m.as_bytes()).await.map(|_| ())),
-            5 => (self.model.unlink(p, n), tree.unlink(parent, n.as_bytes()).await),
-            6 => (self.model.remove_directory(p, n), tree.remove_directory(parent, n.as_bytes()).await),
+            5 => (self.model.unlink(p, n), tree.unlink(parent, n.as_bytes()).await.map(drop)),
+            6 => (
+                self.model.remove_directory(p, n),
+                tree.remove_directory(parent, n.as_bytes()).await.map(drop),
+            ),
             7 => {
                 if !self.model.0[node].is_file {
                     let kind = match self.model.is_directory(node) {
@@ -240,7 +243,7 @@ impl<'t> Pair<'t> {
                     assert!(!self.inodes.contains(&left.ino), "an inode number was used again");
                     self.inodes.push(left.ino);
                 }
-                (expected, got)
+                (expected, got.map(drop))
             }
         };
         assert_eq!(got.map_err(|error| error.kind()), expected);

@@ -443,8 +443,8 @@ async fn reads(world: &World, tree: &LocalTree) -> u64 {
             4 => rename(tree, "deep/d/f", "deep/g", RenameMode::Replace).await.expect("renamed"),
             5 => rename(tree, "deep/d", "e", RenameMode::Replace).await.expect("renamed"),
             6 => unlink(tree, "deep/g").await.expect("unlinked"),
-            7 => tree.remove_directory(ROOT, b"e").await.expect("removed"),
-            _ => tree.remove_directory(ROOT, b"deep").await.expect("removed"),
+            7 => drop(tree.remove_directory(ROOT, b"e").await.expect("removed")),
+            _ => drop(tree.remove_directory(ROOT, b"deep").await.expect("removed")),
         }
         reads += world.disk.reads() - before;
     }

@@ -552,7 +552,7 @@ pub(super) async fn make_directory(tree: &dyn Tree, path: &str) -> Result<Attrib
 
 pub(super) async fn unlink(tree: &dyn Tree, path: &str) -> Result<()> {
     let (directory, name) = split(tree, path).await?;
-    tree.unlink(directory, name.as_bytes()).await
+    tree.unlink(directory, name.as_bytes()).await.map(drop)
 }
 
 pub(super) async fn rename(
@@ -563,7 +563,7 @@ pub(super) async fn rename(
 ) -> Result<()> {
     let (from_directory, from) = split(tree, from).await?;
     let (to_directory, to) = split(tree, to).await?;
-    tree.rename((from_directory, from.as_bytes()), (to_directory, to.as_bytes()), mode).await
+    tree.rename((from_directory, from.as_bytes()), (to_directory, to.as_bytes()), mode).await.map(drop)
 }
 
 /// Every path below the root, directories with a slash at the end.
