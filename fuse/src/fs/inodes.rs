@@ -169,6 +169,9 @@ impl FileSystem {
 
     /// Whether there may be set-id bits to clear. Of most files there are none, which costs no change.
     async fn has_setid(&self, ino: InodeId) -> FsResult<bool> {
+        if self.volume.tree().lacks_set_ids(ino) {
+            return Ok(false);
+        }
         Ok(set_ids(&self.attributes_inside(ino).await?) != 0)
     }
 

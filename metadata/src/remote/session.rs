@@ -195,7 +195,12 @@ impl Session {
             Request::CreateOpened(parent, name, new, existing) => {
                 tree.create_opened(parent, &name, new, existing).await.map(Answer::Created)
             }
-            Request::Opened(ino) => tree.opened(ino).await.map(layout),
+            Request::Opened(ino) => {
+                let (layout, generation) = tree.opened(ino).await?;
+                // After its mount is told of changes. It asks again where nobody knows.
+                let is_bare = tree.is_bare(ino).await.unwrap_or(false);
+                Ok(Answer::Opened(layout, generation, is_bare))
+            }
             Request::Closed(ino) => tree.closed(ino).await.map(done),
             Request::Reserve(ino, size) => tree.reserve(ino, size).await.map(done),
             Request::Place(ino, seals) => tree.place(ino, seals).await.map(Answer::Placement),

@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::link::{Link, Listener};
+use super::privileges::{Doubts, Lack, is_plain};
 use super::wire::{Answer, Request};
 use crate::records::Pins;
 use crate::tree::{OutsideChange, OutsideChanges, Statistics};
@@ -32,9 +33,17 @@ pub(super) struct Loss {
 pub(super) struct Open {
     /// How often.
     pub(super) count: u32,
-    /// Whether it was made here, and nobody gave it an extended attribute as far as is known: the kernel asks for
-    /// `security.capability` before the first write to each file.
-    pub(super) is_bare: bool,
+    /// Of set-id bits.
+    pub(super) set_ids: Lack,
+    /// Of a capability: the kernel asks for it before the first write to each file.
+    pub(super) capability: Lack,
+}
+
+impl Open {
+    fn doubt(&mut self) {
+        self.set_ids.doubt();
+        self.capability.doubt();
+    }
 }
 
 /// What the parts of a remote tree share.
@@ -44,6 +53,8 @@ pub(super) struct Shared {
     pub(super) outside: OutsideChanges,
     /// What is open here.
     pub(super) open: Mutex<HashMap<InodeId, Open>>,
+    /// Of what they lack.
+    doubts: Doubts,
     /// At whose own paths this mount is.
     pub(super) held: Mutex<HashSet<InodeId>>,
     /// Changes that were answered so far, and how many of them are durable.
@@ -70,6 +81,7 @@ impl Shared {
             link,
             outside: OutsideChanges::default(),
             open: Mutex::default(),
+            doubts: Doubts::default(),
             held: Mutex::default(),
             changes: AtomicU64::new(0),
             synced: AtomicU64::new(0),
@@ -116,16 +128,60 @@ impl Shared {
         }
     }
 
-    /// Whether a file has no extended attribute but its access control list, as far as is known.
-    pub(super) fn is_bare(&self, ino: InodeId) -> bool {
-        self.open.lock().get(&ino).is_some_and(|open| open.is_bare)
+    /// What is asked from here on may be believed if [`Self::learn`] is told the same number.
+    pub(super) fn doubts_of(&self, ino: InodeId) -> u64 {
+        self.doubts.of(ino)
     }
 
-    /// Notes that a file may have one.
-    pub(super) fn dress(&self, ino: InodeId) {
-        if let Some(open) = self.open.lock().get_mut(&ino) {
-            open.is_bare = false;
+    /// Notes what an open file was said to lack, set-id bits and a capability, unless there has been a doubt since.
+    pub(super) fn learn(&self, ino: InodeId, doubts: u64, set_ids: bool, capability: bool) {
+        let mut open = self.open.lock();
+        if self.doubts_of(ino) == doubts
+            && let Some(open) = open.get_mut(&ino)
+        {
+            open.set_ids.learn(set_ids);
+            open.capability.learn(capability);
         }
+    }
+
+    /// Whether a write to an open file has no set-id bits to take away, as far as is known.
+    pub(super) fn lacks_set_ids(&self, ino: InodeId) -> bool {
+        self.open.lock().get_mut(&ino).is_some_and(|open| open.set_ids.rely())
+    }
+
+    /// The same of a capability.
+    pub(super) fn lacks_capability(&self, ino: InodeId) -> bool {
+        self.open.lock().get_mut(&ino).is_some_and(|open| open.capability.rely())
+    }
+
+    /// Others changed a file: it may have either now.
+    pub(super) fn doubt(&self, ino: InodeId) {
+        self.doubts.raise(ino);
+        if let Some(open) = self.open.lock().get_mut(&ino) {
+            open.doubt();
+        }
+    }
+
+    /// The same of all files.
+    pub(super) fn doubt_all(&self) {
+        self.doubts.raise_all();
+        self.open.lock().values_mut().for_each(Open::doubt);
+    }
+
+    /// This mount gives, or may have given, a file either, as only its owner or root may: what was written before takes nothing of
+    /// that.
+    pub(super) fn dress(&self, ino: InodeId) {
+        self.doubts.raise(ino);
+        if let Some(open) = self.open.lock().get_mut(&ino) {
+            (open.set_ids, open.capability) = Default::default();
+        }
+    }
+
+    /// What a commit has to take away from a file: set-id bits, if it has any, and a capability, if others may have given it one.
+    pub(super) fn owed(&self, ino: InodeId) -> (bool, bool) {
+        let mut open = self.open.lock();
+        let Some(open) = open.get_mut(&ino) else { return (false, false) };
+        (open.set_ids.commit(), open.capability.commit() && !open.capability.is_known())
     }
 
     /// All that was changed so far is durable, or lost.
@@ -150,27 +206,30 @@ impl Listener for Shared {
     }
 
     fn answered(&self, request: &Request, answer: &Answer) {
-        let (opened, is_new) = match (request, answer) {
-            (Request::Opened(ino), Answer::Layout(..)) => (*ino, false),
-            (_, Answer::Created(made)) => (made.attributes.ino, made.is_new),
+        let (opened, made) = match (request, answer) {
+            (Request::Opened(ino), Answer::Opened(..)) => (*ino, None),
+            (_, Answer::Created(made)) => (made.attributes.ino, made.is_new.then_some(made.attributes.mode)),
             _ => return,
         };
         let mut open = self.open.lock();
         let open = open.entry(opened).or_default();
         open.count += 1;
-        open.is_bare |= is_new;
+        if let Some(mode) = made {
+            open.set_ids.learn(is_plain(mode));
+            open.capability.learn(true);
+        }
     }
 
     fn changed(&self, change: OutsideChange) {
         if let OutsideChange::Inode { ino, .. } = change {
-            self.dress(ino);
+            self.doubt(ino);
         }
         self.heard.fetch_add(1, Ordering::SeqCst);
         self.outside.tell(change);
     }
 
     fn missed(&self) {
-        self.open.lock().values_mut().for_each(|open| open.is_bare = false);
+        self.doubt_all();
         self.heard.fetch_add(1, Ordering::SeqCst);
         self.outside.tell(OutsideChange::Anything);
     }

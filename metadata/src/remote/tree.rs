@@ -15,21 +15,19 @@ use forebay_io::task::TaskGroup;
 use tokio::time::Instant;
 
 use super::link::{Ends, Finder, Link, Reached};
+use super::privileges::is_plain;
 use super::state::{Shared, unexpected};
 use super::wire::{Answer, Request};
 use crate::records::owned_key;
 use crate::tree::{
-    CloneGuide, Cloned, Created, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges, Placement,
-    Removed, RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode,
+    CAPABILITY, CloneGuide, Cloned, Created, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges,
+    Placement, Removed, RenameMode, SegmentPin, SetAttributes, SetIds, Statistics, Tree, XattrMode,
 };
 
 /// How long a command may take: to check a large volume takes its time.
 const COMMAND: Duration = Duration::from_secs(24 * 3600);
 /// How long what is left is waited for at the end.
 const CLOSING: Duration = Duration::from_secs(5);
-
-/// What a kernel asks for before it writes to a file.
-const CAPABILITY: &[u8] = b"security.capability";
 
 /// What a remote tree is made of.
 pub struct RemoteParts {
@@ -169,7 +167,36 @@ impl RemoteTree {
             answer => expect!(answer?, Attributes(attributes) => attributes)?,
         };
         self.end_hold(ino);
-        Ok(committed)
+        Ok(self.take_privileges(ino, committed).await)
+    }
+
+    /// Takes from a file that was committed what others gave it while it was written to, and those writes could not know of.
+    async fn take_privileges(&self, ino: InodeId, committed: Attributes) -> Attributes {
+        let (set_ids, capability) = self.shared.owed(ino);
+        let taken = async {
+            if capability {
+                match self.remove_xattr(ino, CAPABILITY).await {
+                    Err(error) if error.kind() != ErrorKind::NoAttribute => return Err(error),
+                    _ => {}
+                }
+            }
+            match set_ids && !is_plain(committed.mode) {
+                true => {
+                    let clears = SetAttributes { clears: Some(SetIds::All), ..SetAttributes::default() };
+                    self.set_attributes(ino, clears).await.map(Some)
+                }
+                false => Ok(None),
+            }
+        };
+        let taken: Result<Option<Attributes>> = taken.await;
+        match taken {
+            Ok(changed) => changed.unwrap_or(committed),
+            // The commit is made all the same.
+            Err(error) => {
+                tracing::warn!(%ino, %error, "a file may keep set-id bits or a capability");
+                committed
+            }
+        }
     }
 }
 
@@ -185,8 +212,10 @@ impl Tree for RemoteTree {
     }
 
     async fn attributes(&self, ino: InodeId) -> Result<Attributes> {
+        let doubts = self.shared.doubts_of(ino);
         let attributes =
             expect!(self.call(Request::Attributes(ino)).await?, Attributes(attributes) => attributes)?;
+        self.shared.learn(ino, doubts, is_plain(attributes.mode), false);
         if ino == InodeId::ROOT {
             *self.shared.root.lock() = Some(attributes.clone());
         }
@@ -196,6 +225,10 @@ impl Tree for RemoteTree {
     fn attributes_now(&self, ino: InodeId) -> Option<Result<Attributes>> {
         let is_away = ino == InodeId::ROOT && self.reached().is_none();
         self.shared.root.lock().clone().filter(|_| is_away).map(Ok)
+    }
+
+    fn lacks_set_ids(&self, ino: InodeId) -> bool {
+        self.shared.lacks_set_ids(ino)
     }
 
     async fn read_directory(
@@ -272,7 +305,15 @@ impl Tree for RemoteTree {
     }
 
     async fn set_attributes(&self, ino: InodeId, changes: SetAttributes) -> Result<Attributes> {
-        expect!(self.call(Request::SetAttributes(ino, changes)).await?, Attributes(attributes) => attributes)
+        let may_set_ids = changes.mode.is_some_and(|mode| !is_plain(mode));
+        if may_set_ids {
+            self.shared.dress(ino);
+        }
+        let answer = self.call(Request::SetAttributes(ino, changes)).await;
+        if may_set_ids {
+            self.shared.dress(ino);
+        }
+        expect!(answer?, Attributes(attributes) => attributes)
     }
 
     async fn accessed(&self, ino: InodeId, atime: Timestamp) -> Result<()> {
@@ -280,11 +321,16 @@ impl Tree for RemoteTree {
     }
 
     async fn xattr(&self, ino: InodeId, name: &[u8]) -> Result<Bytes> {
-        if name == CAPABILITY && self.shared.is_bare(ino) {
-            return Err(Error::new(ErrorKind::NoAttribute, "it was just made"));
+        if name == CAPABILITY && self.shared.lacks_capability(ino) {
+            return Err(Error::new(ErrorKind::NoAttribute, "it has none"));
         }
-        let request = Request::Xattr(ino, Bytes::copy_from_slice(name));
-        expect!(self.call(request).await?, Bytes(value) => value)
+        let (doubts, request) =
+            (self.shared.doubts_of(ino), Request::Xattr(ino, Bytes::copy_from_slice(name)));
+        let answer = self.call(request).await;
+        if name == CAPABILITY && answer.as_ref().is_err_and(|error| error.kind() == ErrorKind::NoAttribute) {
+            self.shared.learn(ino, doubts, false, true);
+        }
+        expect!(answer?, Bytes(value) => value)
     }
 
     async fn xattrs(&self, ino: InodeId) -> Result<Vec<Bytes>> {
@@ -292,8 +338,15 @@ impl Tree for RemoteTree {
     }
 
     async fn set_xattr(&self, ino: InodeId, name: &[u8], value: Bytes, mode: XattrMode) -> Result<()> {
+        let request = Request::SetXattr(ino, Bytes::copy_from_slice(name), value, mode);
+        if name != CAPABILITY {
+            return self.done(request).await;
+        }
         self.shared.dress(ino);
-        self.done(Request::SetXattr(ino, Bytes::copy_from_slice(name), value, mode)).await
+        let set = self.done(request).await;
+        // What was asked meanwhile may be of before.
+        self.shared.dress(ino);
+        set
     }
 
     async fn remove_xattr(&self, ino: InodeId, name: &[u8]) -> Result<()> {
@@ -301,7 +354,12 @@ impl Tree for RemoteTree {
     }
 
     async fn opened(&self, ino: InodeId) -> Result<(FileLayout, u64)> {
-        expect!(self.call(Request::Opened(ino)).await?, Layout(layout, generation) => (layout, generation))
+        let doubts = self.shared.doubts_of(ino);
+        let answer = self.call(Request::Opened(ino)).await?;
+        let (found, is_bare) =
+            expect!(answer, Opened(layout, generation, is_bare) => ((layout, generation), is_bare))?;
+        self.shared.learn(ino, doubts, is_bare, is_bare);
+        Ok(found)
     }
 
     async fn closed(&self, ino: InodeId) -> Result<()> {

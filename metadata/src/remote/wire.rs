@@ -317,12 +317,15 @@ pub(super) enum Answer {
     Statistics(Statistics),
     Inodes(Vec<InodeId>),
     Removed(Option<Removed>),
+    /// Of an open file: its layout, its generation, and whether a write takes neither set-id bits nor a capability from it.
+    Opened(FileLayout, u64, bool),
 }
 
 impl Answer {
     fn check(self) -> Result<Self> {
         Ok(match self {
             Self::Layout(layout, generation) => Self::Layout(checked(layout)?, generation),
+            Self::Opened(layout, generation, is_bare) => Self::Opened(checked(layout)?, generation, is_bare),
             Self::Created(made) => Self::Created(Created { layout: checked(made.layout)?, ..made }),
             Self::Files(files) => {
                 let check = |(ino, layout)| Ok((ino, checked(layout)?));
@@ -521,7 +524,7 @@ mod tests {
             OutsideChange::Inode { ino: InodeId(2), has_content: true },
             OutsideChange::Anything,
         ];
-        let said: [(&str, String); 13] = [
+        let said: [(&str, String); 14] = [
             ("HELLO", hex(&|| encode(&ToServer::Hello(hello.clone())))),
             ("LOOKUP", hex(&ask(Request::Lookup(InodeId(1), name.clone())))),
             (
@@ -546,10 +549,14 @@ mod tests {
                 "REMOVED",
                 hex(&|| encode(&ToGuest::Answer { id: 9, outcome: Ok(Answer::Removed(removed.clone())) })),
             ),
+            (
+                "OPENED",
+                hex(&|| encode(&ToGuest::Answer { id: 9, outcome: Ok(Answer::Opened(layout(5), 3, true)) })),
+            ),
             ("CHANGED", hex(&|| encode(&ToGuest::Changed(changed.clone())))),
             ("ENDING", hex(&|| encode(&ToGuest::Ending(true)))),
         ];
-        let pinned: [(&str, &str); 13] = [
+        let pinned: [(&str, &str); 14] = [
             ("HELLO", "090000000007ac020103682d31"),
             ("LOOKUP", "070000000109040001016e"),
             ("RENAME", "0b0000000109040c01016e02016e02"),
@@ -561,6 +568,7 @@ mod tests {
             ("DONE", "0400000002090000"),
             ("INODES", "060000000209000e0107"),
             ("REMOVED", "190000000209000f010701ed030102000000000109010901090001016e"),
+            ("OPENED", "110000000209001005010005000161017605000301"),
             ("CHANGED", "0a00000003030001016e01020102"),
             ("ENDING", "020000000701"),
         ];

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::codec::{Decoder, Encoder, kind_byte};
 
-const SET_UID: u16 = 0o4000;
+pub(crate) const SET_UID: u16 = 0o4000;
 pub(crate) const SET_GID: u16 = 0o2000;
 const GROUP_EXECUTE: u16 = 0o010;
 

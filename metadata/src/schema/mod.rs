@@ -14,8 +14,8 @@ mod intent;
 mod quota;
 
 pub use codec::{FORMAT, decode_plain, encode_plain};
-pub(crate) use inode::SET_GID;
 pub use inode::{Inode, NumberRun, OWN_NUMBERS, decode_extents, encode_extents};
+pub(crate) use inode::{SET_GID, SET_UID};
 pub use intent::{Announced, Earlier, Intent, Mark};
 pub use key::{Keys, Tag, hash_of};
 pub use parts::Parts;

@@ -273,6 +273,12 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
     /// Says that a file was read. Its access time follows where relatime asks for it; nothing else changes.
     async fn accessed(&self, ino: InodeId, atime: Timestamp) -> Result<()>;
 
+    /// Whether it is known, without asking anybody, that an open file has no set-id bits: who writes to it without privileges has to
+    /// know that each time.
+    fn lacks_set_ids(&self, _ino: InodeId) -> bool {
+        false
+    }
+
     /// The value of an extended attribute, or `NoAttribute`.
     async fn xattr(&self, ino: InodeId, name: &[u8]) -> Result<Bytes>;
 

@@ -29,6 +29,7 @@ pub use api::{
 };
 pub use local::{LocalTree, TreeParts};
 pub use paths::{Walked, resolve, resolve_directory, walk};
+pub(crate) use xattr::CAPABILITY;
 
 pub use quota::DirectoryQuota;
 pub use trash::Trashed;

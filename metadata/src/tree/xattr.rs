@@ -3,9 +3,13 @@
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, FileKind, InodeId, Result};
 
+use super::local::LocalTree;
 use super::{XattrMode, acl};
 use crate::records::{Change, Records};
-use crate::schema::{Tag, decode_plain, encode_plain};
+use crate::schema::{SET_GID, SET_UID, Tag, decode_plain, encode_plain};
+
+/// What holds the capabilities of a file.
+pub(crate) const CAPABILITY: &[u8] = b"security.capability";
 
 /// Longest value, as Linux has it.
 const MOST_VALUE_BYTES: usize = 64 << 10;
@@ -20,6 +24,17 @@ pub(super) fn get(records: &dyn Records, ino: InodeId, name: &[u8]) -> Result<By
             records.inode(ino)?;
             Err(missing(ino, name))
         }
+    }
+}
+
+impl LocalTree {
+    /// Whether a write takes nothing away from a file: it has neither set-id bits nor a capability.
+    pub(crate) async fn is_bare(&self, ino: InodeId) -> Result<bool> {
+        self.look(|look| {
+            let has_set_ids = look.inode(ino)?.mode & (SET_UID | SET_GID) != 0;
+            Ok(!has_set_ids && look.reads().get(&look.keys().xattr(ino, CAPABILITY))?.is_none())
+        })
+        .await
     }
 }
 

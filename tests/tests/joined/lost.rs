@@ -1,12 +1,14 @@
 //! What becomes of mounts when the process that serves their tree is lost.
 
 use std::fs;
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use forebay_tests::process::start;
 use forebay_tests::{Cable, Door, Forebay, Manner, Meta, Seeded, noise, require_fuse, scale, shell};
 
 use super::{Hosts, check_same, free_address, make, wait_for};
@@ -41,6 +43,71 @@ fn mounts_go_on_when_the_one_that_serves_is_killed() {
     fs::write(second.path().join("after"), "after").expect("written");
     check_same(&first, &second);
     assert_eq!(hosts.status("second")["sharing"]["reconnects"], 1);
+}
+
+/// A program without privileges writes to a file that was there before: each write takes set-id bits and a capability away from it, for
+/// which the tree was asked, and waited for.
+const AS_OTHERS: &str = r#"
+import os, sys
+os.setgroups([])
+os.setgid(4321)
+os.setuid(1234)
+file = os.open("older", os.O_WRONLY | os.O_APPEND)
+def step(word):
+    print(word, flush=True)
+    sys.stdin.readline()
+step("open")
+for number in range(300):
+    os.write(file, b"%03d\n" % number)
+step("written")
+os.fsync(file)
+os.close(file)
+print("done", flush=True)
+"#;
+
+/// Promise S74: Files that are open stay open, and what is being written to them goes on.
+#[test]
+fn who_has_no_privileges_writes_on_while_nobody_serves_the_tree() {
+    if !require_fuse("who_has_no_privileges_writes_on_while_nobody_serves_the_tree") {
+        return;
+    }
+    let hosts = Hosts::of_folder();
+    let mut first = hosts.mount("first", &[]);
+    let second = hosts.mount("second", &["--join-only", "-o", "allow_other"]);
+    let older = first.path().join("older");
+    let requests = || hosts.status("second")["sharing"]["requests"].as_u64().expect("a count");
+    for is_killed in [false, true] {
+        fs::write(&older, "older\n").expect("written");
+        shell(first.path(), "chmod 666 older && sync older .").succeeded();
+        wait_for("the file", || fs::read(second.path().join("older")).is_ok_and(|text| text == b"older\n"));
+        let mut command = Command::new("python3");
+        command.args(["-c", AS_OTHERS]).current_dir(second.path());
+        let mut writer = start(command.stdin(Stdio::piped()).stdout(Stdio::piped())).expect("python3 starts");
+        let mut steps = BufReader::new(writer.stdout.take().expect("piped")).lines();
+        let mut next = || steps.next().expect("one more").expect("text");
+        let mut go_on = writer.stdin.take().expect("piped");
+        assert_eq!(next(), "open");
+        if is_killed {
+            first.kill();
+        }
+        let (before, began) = (requests(), Instant::now());
+        writeln!(go_on, "go").expect("told");
+        assert_eq!(next(), "written");
+        let took = began.elapsed();
+        let asked = requests() - before;
+        // What is synced every two seconds, and what the kernel asks again.
+        assert!(asked < 20 + 10 * took.as_secs(), "{asked} requests in {took:?} for 300 writes");
+        if is_killed {
+            first.remount(&hosts.home("first"));
+        }
+        writeln!(go_on, "go").expect("told");
+        assert_eq!(next(), "done");
+        assert!(writer.wait().expect("ended").success());
+        let lines: String = (0..300).map(|number| format!("{number:03}\n")).collect();
+        wait_for("what was written", || {
+            fs::read_to_string(&older).is_ok_and(|text| text == format!("older\n{lines}"))
+        });
+    }
 }
 
 /// Each of the others stands by.

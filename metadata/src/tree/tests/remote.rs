@@ -22,7 +22,9 @@ use super::model::Pair;
 use super::world::*;
 use crate::remote::{PROTOCOL, RemoteParts, RemoteTree, Server};
 use crate::testing::{Chance, rounds};
-use crate::tree::{Existing, LocalTree, Lookup, OutsideChange, Placement, Tree, XattrMode};
+use crate::tree::{
+    CAPABILITY, Existing, LocalTree, Lookup, OutsideChange, Placement, SetAttributes, Tree, XattrMode,
+};
 
 const ROOT: InodeId = InodeId::ROOT;
 
@@ -242,6 +244,84 @@ async fn nobody_is_asked_for_the_capability_of_a_file_that_was_just_made() {
     .await;
     open("a").await;
     assert_eq!(one.xattr(files[0], NAME).await.expect("it was there"), "own");
+    for guest in [&one, &other] {
+        guest.close().await.expect("closed");
+    }
+    served.end().await;
+}
+
+/// The kernel has each write of a caller without privileges take set-id bits away, and each write a capability. Files that were there
+/// before cost one or two requests for each of them, and a write waited while nobody served the tree.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nobody_is_asked_what_a_write_takes_from_a_file_that_is_open() {
+    let site = Site::new(Kind::Memory).await;
+    let served = site.serve().await;
+    let [one, other] = [site.join().await, site.join().await];
+    let file = create(&other, "a").await;
+    let mode = |mode| SetAttributes { mode: Some(mode), ..SetAttributes::default() };
+    let lacks_capability = async || one.xattr(file, CAPABILITY).await.is_err();
+    assert!(!one.lacks_set_ids(file), "it is not open");
+    one.opened(file).await.expect("opened");
+    let asked = one.requests();
+    for _ in 0..100 {
+        assert!(one.lacks_set_ids(file) && lacks_capability().await);
+    }
+    assert_eq!(one.requests(), asked);
+    // By itself, and by another mount. Who asks knows from then on.
+    one.set_attributes(file, mode(0o4755)).await.expect("set");
+    assert!(!one.lacks_set_ids(file));
+    one.attributes(file).await.expect("asked");
+    assert!(!one.lacks_set_ids(file), "it has them");
+    one.set_attributes(file, mode(0o755)).await.expect("set");
+    one.attributes(file).await.expect("asked");
+    assert!(one.lacks_set_ids(file));
+    other.set_attributes(file, mode(0o2755)).await.expect("set");
+    until("what the other did", async || !one.lacks_set_ids(file)).await;
+    other.set_attributes(file, mode(0o755)).await.expect("set");
+    other.set_xattr(file, CAPABILITY, "cap".into(), XattrMode::Set).await.expect("set");
+    until("what the other did", async || !lacks_capability().await).await;
+    other.remove_xattr(file, CAPABILITY).await.expect("removed");
+    until("what the other did", async || one.attributes(file).await.is_ok() && one.lacks_set_ids(file)).await;
+    until("what the other did", lacks_capability).await;
+    let asked = one.requests();
+    assert!(one.lacks_set_ids(file) && lacks_capability().await);
+    assert_eq!(one.requests(), asked, "it was told once");
+    // What has them when it is opened.
+    let second = create(&other, "b").await;
+    other.set_attributes(second, mode(0o4755)).await.expect("set");
+    one.opened(second).await.expect("opened");
+    assert!(!one.lacks_set_ids(second));
+    for guest in [&one, &other] {
+        guest.close().await.expect("closed");
+    }
+    served.end().await;
+}
+
+/// Another host gives a file privileges while one writes to it that was not told yet.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_write_could_not_know_of_goes_with_its_commit() {
+    let site = Site::new(Kind::Memory).await;
+    let served = site.serve().await;
+    let [one, other] = [site.join().await, site.join().await];
+    let file = create(&other, "a").await;
+    one.opened(file).await.expect("opened");
+    let set_ids = SetAttributes { mode: Some(0o6755), ..SetAttributes::default() };
+    // A write, before which nobody was asked.
+    assert!(one.lacks_set_ids(file) && one.xattr(file, CAPABILITY).await.is_err());
+    other.set_attributes(file, set_ids.clone()).await.expect("set");
+    other.set_xattr(file, CAPABILITY, "cap".into(), XattrMode::Set).await.expect("set");
+    until("what the other did", async || !one.lacks_set_ids(file)).await;
+    // As anybody may who may write to it.
+    one.set_xattr(file, b"user.a", "1".into(), XattrMode::Set).await.expect("set");
+    site.world.write(&one, file, b"bytes").await.expect("committed");
+    assert_eq!(other.attributes(file).await.expect("known").mode, 0o755);
+    assert_eq!(kind_of(other.xattr(file, CAPABILITY).await), ErrorKind::NoAttribute);
+    // What is given after the last write, by whoever writes, stays.
+    one.attributes(file).await.expect("asked");
+    assert!(one.lacks_set_ids(file));
+    one.set_attributes(file, set_ids).await.expect("set");
+    site.world.write(&one, file, b"more").await.expect("committed");
+    assert_eq!(other.attributes(file).await.expect("known").mode, 0o6755);
     for guest in [&one, &other] {
         guest.close().await.expect("closed");
     }
