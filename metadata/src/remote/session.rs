@@ -195,12 +195,7 @@ impl Session {
             Request::CreateOpened(parent, name, new, existing) => {
                 tree.create_opened(parent, &name, new, existing).await.map(Answer::Created)
             }
-            Request::Opened(ino) => {
-                let (layout, generation) = tree.opened(ino).await?;
-                // After its mount is told of changes. It asks again where nobody knows.
-                let is_bare = tree.is_bare(ino).await.unwrap_or(false);
-                Ok(Answer::Opened(layout, generation, is_bare))
-            }
+            Request::Opened(ino) => self.open(ino).await,
             Request::Closed(ino) => tree.closed(ino).await.map(done),
             Request::Reserve(ino, size) => tree.reserve(ino, size).await.map(done),
             Request::Place(ino, seals) => tree.place(ino, seals).await.map(Answer::Placement),
@@ -230,6 +225,13 @@ impl Session {
             },
             Request::Bye => self.tree.end_guest(self.number).await.map(done),
         }
+    }
+
+    async fn open(&self, ino: InodeId) -> Result<Answer> {
+        let (layout, generation) = self.tree.opened(ino).await?;
+        // After that its mount is told of changes. It asks again where nobody knows.
+        let is_bare = self.tree.is_bare(ino).await.unwrap_or(false);
+        Ok(Answer::Opened(layout, generation, is_bare))
     }
 
     async fn reopen(&self, open: Vec<InodeId>, held: Vec<InodeId>) -> Result<Vec<InodeId>> {
