@@ -5,7 +5,7 @@
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use forebay_core::{Error, ErrorKind, Result};
@@ -181,6 +181,14 @@ fn unmade(error: io::Error, path: &Path) -> Error {
 
 fn named(error: io::Error, path: &Path) -> Error {
     Error::from(error).context(path.display())
+}
+
+/// Lets nobody but this user look into a directory whose files hold bytes that not everybody may read. One that is another user's
+/// stays as it is.
+pub fn keep_private(directory: &Path) {
+    if let Err(error) = fs::set_permissions(directory, fs::Permissions::from_mode(0o700)) {
+        tracing::warn!(directory = %directory.display(), %error, "who may look into it is left as it is");
+    }
 }
 
 #[cfg(test)]

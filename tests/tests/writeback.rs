@@ -1,7 +1,7 @@
 //! Mounts that stage what is written and upload it behind.
 
 use std::fs;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -335,4 +335,34 @@ fn a_full_local_disk_fails_no_write() {
     assert!(fs::read(scratch.join("bucket/large")).expect("an object") == vec![7; 30 << 20]);
     assert_eq!(staged(&home).len(), 0);
     unmount(&disk);
+}
+
+/// What a file has can be read past the mount's modes and lists by whoever may read copies of it on the host's disk.
+#[test]
+fn copies_on_a_hosts_disk_are_its_users_alone() {
+    if !require_fuse("copies_on_a_hosts_disk_are_its_users_alone") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (home, folder) = (scratch.join("home"), scratch.folder("mnt"));
+    fs::write(scratch.folder("bucket").join("listed"), "secret of another tool").expect("written");
+    let (url, cache) =
+        (format!("file://{}", scratch.join("bucket").display()), scratch.join("cache").display().to_string());
+    let settings = scratch.join("settings.toml");
+    fs::write(&settings, "[volume.writeback]\ndelay_ms = 3600000\n").expect("written");
+    let settings = settings.display().to_string();
+    let mount =
+        Mount::new(&home, &url, &folder, &["--config", &settings, "--writeback", "--cache-dir", &cache], &[]);
+    fs::write(mount.path().join("staged"), "secret of a program").expect("written");
+    Forebay::new(&home, ["warmup", &mount.path().join("listed").display().to_string()]).run().succeeded();
+    let place = scratch.path().display();
+    let found = shell(Path::new("/"), &format!("grep -rl secret {place}/home {cache} | sort")).succeeded();
+    assert_eq!(found.lines().count(), 2, "one is cached, one is staged: {found}");
+    // Whoever may not enter one of the directories above a file cannot read it.
+    for file in found.lines() {
+        let is_private =
+            |above: &&Path| above.metadata().is_ok_and(|found| found.permissions().mode() & 0o077 == 0);
+        let above = Path::new(file).ancestors().skip(1).take_while(|above| *above != scratch.path());
+        assert!(above.into_iter().any(|above| is_private(&above)), "{file}");
+    }
 }

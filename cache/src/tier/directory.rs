@@ -13,6 +13,7 @@ use std::io::ErrorKind as Io;
 use std::path::{Path, PathBuf};
 
 use forebay_core::{Error, ErrorKind, Result};
+use forebay_io::files::keep_private;
 use forebay_io::lock_file::{LockFile, Locked};
 use parking_lot::Mutex;
 
@@ -64,6 +65,7 @@ impl Directory {
             std::fs::remove_file(&blocks).map_err(failed)?;
         }
         std::fs::create_dir_all(&blocks).map_err(failed)?;
+        keep_private(&blocks);
         Ok(Self { root: root.to_owned(), blocks, lock: Mutex::new(Some(lock)) })
     }
 

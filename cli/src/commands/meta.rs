@@ -48,7 +48,7 @@ pub(crate) struct MetaArguments {
 /// Serves until told to end.
 pub(crate) fn run(global: &Global, arguments: &MetaArguments) -> Result<ExitCode> {
     let settings = Settings::load(global)?;
-    crate::log::start(settings.log.as_deref().or(global.log.as_deref()), global.json)?;
+    crate::log::start(global.log.as_deref().or(settings.log.as_deref()), global.json)?;
     let volume = volume_settings(arguments, &settings)?;
     let url: BucketUrl = arguments.source.parse()?;
     places::keep_out_of_bucket(&volume, &url)?;

@@ -135,7 +135,7 @@ pub(crate) fn run(global: &Global, arguments: &MountArguments) -> Result<ExitCod
     let plan = Plan::new(arguments, &settings)?;
     plan.target.check_device()?;
     if arguments.foreground {
-        crate::log::start(plan.log.as_deref().or(global.log.as_deref()), global.json)?;
+        crate::log::start(global.log.as_deref().or(plan.log.as_deref()), global.json)?;
         return serve::serve(plan, |_| {
             tell_supervisor(NotifyState::Ready);
             Ok(())

@@ -20,7 +20,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use forebay_core::{Blob, Error, ErrorKind, InodeId, ObjectKey, Result};
 use forebay_io::clock::{Clock, Moment};
-use forebay_io::files::is_want;
+use forebay_io::files::{is_want, keep_private};
 use forebay_io::lock_file::{LockFile, Locked};
 use forebay_io::object::BucketUrl;
 use forebay_io::task::blocking;
@@ -88,6 +88,7 @@ impl Staging {
         let (path, bucket) = (folder.clone(), bucket.clone());
         let (lock, blobs, is_marked) = blocking(move || {
             fs::create_dir_all(&path)?;
+            keep_private(&path);
             // What is durable below a folder is of no use if the folder is not.
             path.ancestors().skip(1).take(2).try_for_each(sync)?;
             let lock = match LockFile::lock(&path.join(LOCK), &std::process::id().to_string())? {
