@@ -44,7 +44,8 @@ fn commands_on_a_mount_that_joined_are_done_where_the_tree_is() {
     let meta_options = ["--config", &trash_configuration(&hosts.scratch)].map(str::to_owned);
     let options: Vec<&str> = meta_options.iter().map(String::as_str).collect();
     let mut meta = Meta::start(&hosts.home("meta"), &hosts.url, &hosts.secret(), &options, &[]);
-    let mut mount = hosts.mount("one", &["--join-only"]);
+    let mut mount = hosts.mount("one", &["--join-only", "--trash", "7d"]);
+    assert!(mount.log().contains("its --trash counts"), "{}", mount.log());
     let (home, at) = (hosts.home("one"), |name: &str| mount.path().join(name).display().to_string());
     let forebay = |words: &[&str]| Forebay::new(&home, words.iter().copied()).run();
     fs::write(mount.path().join("file"), "text").expect("written");
