@@ -158,11 +158,83 @@ def test_what_early_stopping_counted_is_saved_and_resumed(tmp_path: Path) -> Non
             }
 
 
-def test_the_last_step_is_saved_before_the_best_model_takes_its_place(tmp_path: Path) -> None:
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    settings |= {"greater_is_better": True, "learning_rate": 1e-2, "load_best_model_at_end": True}
-    trainer, whole = job(tmp_path / "run", tmp_path / "own", None, **settings)
+def load_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the Trainer do as before transformers 5.3: it logs the whole training, and tells callbacks, after that."""
+    log = transformers.Trainer.log
+
+    def log_late(trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "train_runtime" in logs and trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint:
+            trainer._load_best_model()
+        log(trainer, logs, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.Trainer, "log", log_late)
+    monkeypatch.setattr(forebay.huggingface, "_LOADS_BEST_FIRST", True)
+
+
+BEST: dict[str, Any] = {"greater_is_better": True, "learning_rate": 1e-2, "load_best_model_at_end": True}
+"""What counts as better is what does not come about: the first evaluation is the best."""
+
+IN_STEPS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+IN_EPOCHS = {"eval_strategy": "epoch", "save_strategy": "epoch", "rows": 4}
+BEFORE_BEST: dict[str, dict[str, Any]] = {
+    "in steps": IN_STEPS,
+    "in steps, and logged at the end of an epoch": {**IN_STEPS, "logging_strategy": "epoch", "rows": 8},
+    "in epochs": IN_EPOCHS,
+    "in epochs, and logged so": {**IN_EPOCHS, "logging_strategy": "epoch"},
+}
+"""When the Trainer evaluates and saves: at step 2 first."""
+
+
+@pytest.mark.parametrize(("way", "is_first"), [("in steps", False), *((way, True) for way in BEFORE_BEST)])
+def test_the_last_step_is_saved_before_the_best_model_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, is_first: bool
+) -> None:
+    """Before transformers 5.3 it had taken it: the step had the weights of one and the moments of another."""
+    if is_first:
+        load_best_first(monkeypatch)
+    trainer, whole = job(tmp_path / "run", tmp_path / "own", None, **BEFORE_BEST[way], **BEST)
     assert trainer.state.best_global_step == 2 and same(trainer.model.state_dict(), whole.weights[2])
     source = forebay.huggingface.checkpoint(tmp_path / "run", tmp_path / "out", STEPS)
+    assert source is not None
     model = transformers.GPT2LMHeadModel.from_pretrained(source)
     assert same(model.state_dict(), whole.weights[STEPS]) and not same(model.state_dict(), whole.weights[2])
+    # With what the Trainer logged and found of it.
+    assert told(state_of(source)["log_history"]) == told(trainer.state.log_history)
+    assert state_of(source)["best_model_checkpoint"] == trainer.state.best_model_checkpoint is not None
+
+
+@pytest.mark.parametrize("settings", [{**IN_STEPS, "eval_steps": 1, "save_steps": 1}, {**IN_EPOCHS, "rows": 2}])
+def test_a_training_that_stops_early_saves_its_last_step_before_the_best_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    load_best_first(monkeypatch)
+    stopping = transformers.EarlyStoppingCallback(early_stopping_patience=4)
+    trainer, whole = job(tmp_path / "run", tmp_path / "own", None, callbacks=[stopping], **settings, **BEST)
+    assert trainer.state.global_step == 5 and same(trainer.model.state_dict(), whole.weights[1])
+    source = forebay.huggingface.checkpoint(tmp_path / "run", tmp_path / "out")
+    assert source == str(tmp_path / "out" / "checkpoint-5")
+    assert same(transformers.GPT2LMHeadModel.from_pretrained(source).state_dict(), whole.weights[5])
+
+
+class ShortEpoch(transformers.TrainerCallback):  # type: ignore[misc]
+    """Ends the epoch at a step. Of the last one nobody says that the training ends with it."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop = state.global_step == 7
+
+
+def test_a_last_step_that_the_best_model_has_replaced_is_not_saved_but_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_best_first(monkeypatch)
+    settings = {**IN_STEPS, "rows": 8, "callbacks": [ShortEpoch()], **BEST}
+    with pytest.warns(forebay.CheckpointWarning, match="the last step, 7, is not saved: .*best model.*hint: "):
+        trainer, _ = job(tmp_path / "run", tmp_path / "own", None, **settings)
+    assert trainer.state.global_step == 7
+    with forebay.Checkpointer(tmp_path / "run") as checkpointer:
+        assert checkpointer.steps() == [3, 6]
+    # One that is the best has been replaced by itself.
+    settings |= {"greater_is_better": False, "eval_steps": 1, "save_steps": 1}
+    job(tmp_path / "best", tmp_path / "again", None, **settings)
+    with forebay.Checkpointer(tmp_path / "best") as checkpointer:
+        assert checkpointer.steps() == [3, 6, 7]

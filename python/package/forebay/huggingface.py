@@ -22,6 +22,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import secrets
 import warnings
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union, cast
 import numpy
 import safetensors.torch
 import torch
+import transformers
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.training_args import ParallelMode
@@ -62,7 +64,10 @@ __all__ = ["Callback", "checkpoint"]
 Place = Union[str, "os.PathLike[str]"]
 
 _ENDS = "train_runtime"
-"""What the Trainer logs of a whole training, once that is over and before it loads the best model."""
+"""What the Trainer logs of a whole training, once that is over."""
+
+_LOADS_BEST_FIRST = tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2])) < (5, 3)
+"""Whether it has loaded the best model by then (`load_best_model_at_end`), as before transformers 5.3."""
 
 _ONE_FILE = 1 << 62
 """More than any model has."""
@@ -94,6 +99,9 @@ class Callback(TrainerCallback):  # type: ignore[misc]
     told of the others; who resumes them (`restore_callback_states_from_checkpoint`) is warned. With the Trainer they are
     saved as its own saves have them: `trainer.add_callback(Callback(url, trainer=trainer))`.
 
+    The last step is saved before the best model takes its place (`load_best_model_at_end`). Before transformers 5.3 no callback
+    is told of that: where the training ends in a way that cannot be foreseen the last step is not saved, which is warned of.
+
     Args:
         url: Where the steps lie, as for `Checkpointer`.
         every: Steps from one save to the next; by default the Trainer's `save_steps`.
@@ -123,6 +131,8 @@ class Callback(TrainerCallback):  # type: ignore[misc]
         self._saved: Optional[int] = None
         self._has_stepped = False
         """Whether a step was made that the Trainer may not be done with."""
+        self._has_ended_epoch = False
+        """Whether what the Trainer does at the end of an epoch is all that is left before the next one, or the best model."""
         self._is_distributed = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -130,7 +140,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]
             raise CheckpointInvalid("Trainers that shard their models are not saved by this callback, but by forebay.dcp")
         # A Trainer may train again, with other arguments: nothing of the last training is left.
         self._leave()
-        self._saved, self._has_stepped = None, False
+        self._saved, self._has_stepped, self._has_ended_epoch = None, False, False
         self._is_distributed = getattr(args, "parallel_mode", None) == ParallelMode.DISTRIBUTED
         if self._trainer is None:
             _warn_of_callbacks(args, state)
@@ -158,14 +168,30 @@ class Callback(TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The order of its data is not drawn yet, as it is not where the Trainer resumes the generators.
+        self._has_ended_epoch = False
         self._step(state, **kwargs)
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._has_ended_epoch = True
+        if not control.should_log:
+            # Else it is about to.
+            self._save_before_best(args, state, control, **kwargs)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self._checkpointer is not None and _ENDS in (logs or ()):
-            # Of that entry a training that goes on knows nothing.
-            self._save_last(dataclasses.replace(state, log_history=state.log_history[:-1]), **kwargs)
-            # What follows may be the best model, in the last one's stead.
-            self._checkpointer.before_optimizer_step()
+        if self._checkpointer is None:
+            return
+        if _ENDS not in (logs or ()):
+            self._save_before_best(args, state, control, **kwargs)
+            return
+        if _LOADS_BEST_FIRST:
+            self._leave_best(args, state)
+        # Of that entry a training that goes on knows nothing.
+        self._save_last(dataclasses.replace(state, log_history=state.log_history[:-1]), **kwargs)
+        # What follows may be the best model, in the last one's stead.
+        self._checkpointer.before_optimizer_step()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._save_before_best(args, state, control, **kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         checkpointer = self._checkpointer
@@ -180,6 +206,28 @@ class Callback(TrainerCallback):  # type: ignore[misc]
             self._has_stepped = False
             save = self._checkpointer._step(state.global_step, partial(self._state, state, **kwargs))
             self._saved = self._saved if save is None else state.global_step
+
+    def _save_before_best(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Saves the step where it is the last one, the Trainer is done with it, and is about to load the best model."""
+        is_last = self._has_ended_epoch and control.should_training_stop and args.load_best_model_at_end
+        # It logs, evaluates and saves in this order, and takes back what it was asked for as it does so.
+        is_done = not (control.should_evaluate or control.should_save)
+        if _LOADS_BEST_FIRST and is_last and is_done and self._checkpointer is not None:
+            self._save_last(state, **kwargs)
+            self._checkpointer.before_optimizer_step()
+
+    def _leave_best(self, args: Any, state: Any) -> None:
+        """Leaves the last step unsaved where the best model has taken its place, and warns of it."""
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        # One that is of this step is what was trained last.
+        if self._saved == state.global_step or best is None or os.path.basename(best) == f"checkpoint-{state.global_step}":
+            return
+        self._saved = state.global_step
+        # Where no step was made there is none to be missed.
+        if self._has_stepped:
+            text = f"the last step, {state.global_step}, is not saved: the Trainer has loaded the best model in its stead"
+            hint = "transformers 5.3 lets callbacks know before it does so"
+            warnings.warn(f"{text} (hint: {hint})", CheckpointWarning, stacklevel=3)
 
     def _save_last(self, state: Any, **kwargs: Any) -> None:
         """Saves the step if it is not, and whatever `on_busy` says."""
