@@ -141,6 +141,12 @@ def put_elsewhere(checkpointer: Any) -> None:
     _saver._open.discard(checkpointer)
 
 
+def trained(width: int = 300) -> dict[str, Any]:
+    """A model with its optimizer, without which no parameter is copied behind the training."""
+    model = torch.nn.Linear(width, width)
+    return {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
 def leave_to_the_next_call(checkpointer: Any) -> None:
     """Has no thread seal what is copied behind the training: for what happens meanwhile the copy is too soon done."""
     checkpointer._seal_behind = lambda staging: None

@@ -15,7 +15,7 @@ import torch
 
 import forebay
 
-from .conftest import Instead, leave_to_the_next_call, put_elsewhere, wait_until
+from .conftest import Instead, leave_to_the_next_call, put_elsewhere, trained, wait_until
 from .test_ranks import run_ranks
 
 
@@ -257,12 +257,12 @@ def test_a_step_that_failed_is_saved_by_the_next_try(tmp_path: Path, is_first: b
 
 def spoilt(checkpointer: forebay.Checkpointer, step: int) -> Any:
     """Begins a save whose tensors are changed while they are copied."""
-    model = torch.nn.Linear(300, 300)
+    state = trained()
     checkpointer.before_optimizer_step()
     leave_to_the_next_call(checkpointer)
-    save = checkpointer.save_now(step, {"model": model})
+    save = checkpointer.save_now(step, state)
     with torch.no_grad():
-        model.weight.add_(1)
+        state["model"].weight.add_(1)
     return save
 
 

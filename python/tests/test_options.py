@@ -14,7 +14,7 @@ import torch
 import forebay
 import forebay.dcp
 
-from .conftest import Instead, raising
+from .conftest import Instead, raising, trained
 
 COUNTS = [0, -1, 2.5, "3", True, [1], 2**70]
 SECONDS = [-1, "5", float("nan"), float("inf"), True, [1], 1e30]
@@ -157,20 +157,20 @@ def test_steps_that_are_none_are_refused_and_take_no_slot(tmp_path: Path) -> Non
 def test_a_save_that_cannot_be_sealed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody sealed it: who waited for it waited for ever, and the slot was lost."""
     fails = raising(forebay.CheckpointUnavailable("the agent is not there"))
-    model = torch.nn.Linear(100, 100)
+    state = trained()
     with forebay.Checkpointer(tmp_path, every=1) as checkpointer:
         session = checkpointer._session
         # From here on copies go on in the background.
         checkpointer.before_optimizer_step()
         for step in (1, 2, 3):
             monkeypatch.setattr(checkpointer, "_session", Instead(session, seal=fails))
-            save = checkpointer.step(step, {"model": model})
+            save = checkpointer.step(step, state)
             assert save is not None
             for _ in range(2):
                 with pytest.raises(forebay.CheckpointUnavailable, match="the agent is not there"):
                     save.wait_durable(timeout=60)
             monkeypatch.undo()
-        assert checkpointer.save_now(4, {"model": model}).wait_durable(timeout=60)
+        assert checkpointer.save_now(4, state).wait_durable(timeout=60)
 
 
 def test_torch_that_comes_with_the_state_is_known(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 import forebay
 from forebay import _native
 
-from .conftest import Child, Gate, Instead, leave_to_the_next_call, raising, wait_until
+from .conftest import Child, Gate, Instead, leave_to_the_next_call, raising, trained, wait_until
 from .test_crash import is_running
 from .test_ranks import start_ranks
 
@@ -221,7 +221,7 @@ def test_signals_that_cannot_be_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["join", "copy"])
 def test_an_exception_of_a_signal_takes_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Ctrl-C while a snapshot is waited for took its slot; after the second one the next save waited for ever."""
-    model = torch.nn.Linear(300, 300)
+    state = trained()
     with forebay.Checkpointer(tmp_path) as checkpointer:
         leave_to_the_next_call(checkpointer)
         for step in (1, 2, 3):
@@ -229,9 +229,9 @@ def test_an_exception_of_a_signal_takes_no_slot(tmp_path: Path, monkeypatch: pyt
             if where == "copy":
                 with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                     patch.setattr("forebay._checkpointer.Staging", raising(KeyboardInterrupt()))
-                    checkpointer.save_now(step, {"model": model})
+                    checkpointer.save_now(step, state)
                 continue
-            save = checkpointer.save_now(step, {"model": model})
+            save = checkpointer.save_now(step, state)
             staging = checkpointer._staging
             assert save is not None and staging is not None
             snapshot, staging.snapshot = staging.snapshot, Instead(staging.snapshot, join=raising(KeyboardInterrupt()))
@@ -239,17 +239,17 @@ def test_an_exception_of_a_signal_takes_no_slot(tmp_path: Path, monkeypatch: pyt
                 checkpointer.before_optimizer_step()
             staging.snapshot = snapshot
             assert save.wait_durable()
-        checkpointer.save_now(4, {"model": model})
+        checkpointer.save_now(4, state)
     assert checkpointer.steps() == ([4] if where == "copy" else [1, 2, 3, 4])
 
 
 def test_an_exception_of_a_signal_while_a_save_is_sealed_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = torch.nn.Linear(300, 300)
+    state = trained()
     with forebay.Checkpointer(tmp_path) as checkpointer:
         checkpointer.before_optimizer_step()
-        save = checkpointer.save_now(1, {"model": model})
+        save = checkpointer.save_now(1, state)
         session = checkpointer._session
 
         def seal(*words: Any) -> None:
@@ -265,11 +265,11 @@ def test_an_exception_of_a_signal_while_a_save_is_sealed_changes_nothing(
 
 
 def test_a_save_that_has_returned_outlives_the_error_after_it(tmp_path: Path) -> None:
-    model = torch.nn.Linear(300, 300)
+    state = trained()
     with pytest.raises(MemoryError):
         with forebay.Checkpointer(tmp_path, linger=0) as checkpointer:
             checkpointer.before_optimizer_step()
-            checkpointer.save_now(1, {"model": model})
+            checkpointer.save_now(1, state)
             raise MemoryError("CUDA out of memory")
     assert checkpointer._agent.wait(60) == 0 and checkpointer.steps() == [1]
 
@@ -279,7 +279,8 @@ def test_a_save_that_has_returned_outlives_a_process_that_does_not_close(tmp_pat
 import sys, torch, forebay
 checkpointer = forebay.Checkpointer(sys.argv[1], linger=0)
 checkpointer.before_optimizer_step()
-checkpointer.save_now(1, {"model": torch.nn.Linear(300, 300)})
+model = torch.nn.Linear(300, 300)
+checkpointer.save_now(1, {"model": model, "optim": torch.optim.SGD(model.parameters())})
 print(checkpointer._agent.pid)
 """
     run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, capture_output=True, text=True)
@@ -318,14 +319,53 @@ print(checkpointer._agent.pid)
     assert bool((forebay.load(place)["t"] == 2).all())
 
 
-def test_what_no_optimizer_trains_is_copied_at_once(tmp_path: Path) -> None:
-    """Averages are changed through `.data`, which torch does not count, when the training likes."""
-    model, average = torch.nn.Linear(300, 300), torch.nn.Linear(300, 300)
+class Momentum(torch.nn.Module):
+    """Two encoders, of which one follows the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = torch.nn.Linear(300, 300), torch.nn.Linear(300, 300)
+
+
+@pytest.mark.parametrize("way", ["beside", "within", "beside a dict", "within, beside a dict"])
+def test_what_no_optimizer_trains_is_copied_at_once(tmp_path: Path, way: str) -> None:
+    """Averages are changed through `.data`, which torch does not count, when the training likes. A step was sealed with half of
+    what a network within the trained module had become, or of one beside it where the optimizer's state came as a dict."""
+    both = Momentum()
+    trained, average = both.query, both.key
     average.weight.data.fill_(1.0)
-    state = {"model": model, "average": average, "optim": torch.optim.AdamW(model.parameters())}
+    optimizer = torch.optim.AdamW(trained.parameters())
     with forebay.Checkpointer(tmp_path) as checkpointer:
         checkpointer.before_optimizer_step()
+        trained(torch.ones(300)).sum().backward()
+        optimizer.step()
+        state: dict[str, Any] = {"model": both} if "within" in way else {"model": trained, "average": average}
+        state["optim"] = optimizer.state_dict() if "dict" in way else optimizer
+        weight = trained.weight.detach().clone()
         checkpointer.save_now(1, state)
-        assert checkpointer._staging is not None and checkpointer._staging.late, "the trained one is copied behind"
+        staging = checkpointer._staging
+        assert staging is not None
+        paths = [leaf.path for leaf in staging.late if leaf.path.startswith("state['model']")]
+        assert paths == [f"state['model'].{'query.' if 'within' in way else ''}weight"], "the trained one is copied behind"
         average.weight.data.fill_(2.0)
-    assert bool((forebay.load(tmp_path)["average"]["weight"] == 1.0).all())
+    loaded = forebay.load(tmp_path)
+    model = loaded["model"]
+    found = (model["query.weight"], model["key.weight"]) if "within" in way else (model["weight"], loaded["average"]["weight"])
+    assert torch.equal(found[0], weight) and bool((found[1] == 1.0).all())
+
+
+def test_an_embedding_that_its_forward_changes_is_copied_at_once(tmp_path: Path) -> None:
+    """With `max_norm` each save was refused, with a hint to a call that the loop made."""
+    model = torch.nn.Sequential(torch.nn.Embedding(100, 300, max_norm=1.0), torch.nn.Linear(300, 300))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with forebay.Checkpointer(tmp_path, every=1) as checkpointer:
+        for step in (1, 2, 3):
+            model(torch.arange(100)).square().mean().backward()
+            checkpointer.before_optimizer_step()
+            optimizer.step()
+            expected = model[0].weight.detach().clone()
+            save = checkpointer.step(step, {"model": model, "optim": optimizer})
+        model(torch.arange(100))
+        assert not torch.equal(model[0].weight, expected)
+        assert save is not None and save.wait_durable(60)
+    assert torch.equal(forebay.load(tmp_path)["model"]["0.weight"], expected)

@@ -11,6 +11,7 @@ import torch
 import forebay
 from prometheus_client.parser import text_string_to_metric_families
 
+from .conftest import leave_to_the_next_call, trained
 from .test_ranks import run_ranks
 
 MOMENTS = ("staged_s", "sealed_s", "stored_s", "durable_s")
@@ -78,9 +79,10 @@ def test_metrics_count_all_saves_and_restores(tmp_path: Path) -> None:
 
 
 def test_a_failed_save_says_so(tmp_path: Path) -> None:
-    state = {"model": torch.nn.Linear(64, 64)}
+    state = trained()
     with forebay.Checkpointer(tmp_path) as checkpointer:
         checkpointer.before_optimizer_step()
+        leave_to_the_next_call(checkpointer)
         checkpointer.save_now(1, state)
         with torch.no_grad():
             state["model"].weight.add_(1)

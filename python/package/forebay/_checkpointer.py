@@ -382,10 +382,10 @@ class Checkpointer(Saver):
     def before_optimizer_step(self) -> None:
         """To be called before parameters change: waits until they are copied.
 
-        Once it was called, saves return before parameters and optimizer state are copied. A loop that calls it must
+        Once it was called, saves return before trained parameters and optimizer state are copied. A loop that calls it must
         do so before every change of them: the step of an optimizer of torch waits by itself, and a change by others that came
-        too early is raised as `CheckpointMutated`, but for one through `.data`, which torch does not count. Modules that no
-        optimizer of the state trains, beside one that is trained (averages, target networks), are copied before it returns.
+        too early is raised as `CheckpointMutated`, but for one through `.data`, which torch does not count. Parameters that no
+        optimizer trains (averages, target networks, frozen ones), and embeddings with `max_norm`, are copied before saves return.
         """
         with self._lock:
             self._check_open()

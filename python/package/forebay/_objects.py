@@ -13,7 +13,7 @@ from typing import Any, Iterator, Optional
 
 from ._leaf import local_parts, torch_module
 from ._modules import is_same_memory
-from ._optimizers import give_by_names, has_own, load_exactly, state_by_names, tells_copies
+from ._optimizers import give_by_names, has_own, load_exactly, state_by_names, stepped, tells_copies
 
 MAX_DEPTH = 8
 """How deep modules and optimizers are looked for in nested containers."""
@@ -46,10 +46,8 @@ class Pairs:
         for module in self._modules:
             _reshard(module)
         self._parameters = [frozenset(map(id, module.parameters())) for module in self._modules]
-        optimizers = [value for value in found if isinstance(value, torch.optim.Optimizer)]
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._optimizers = [value for value in found if isinstance(value, torch.optim.Optimizer)]
         self._made: list[Any] = []
-        self._optimized = frozenset(id(parameter) for group in groups for parameter in group["params"])
 
     def module_of(self, optimizer: Any) -> Optional[Any]:
         """The first module that has all of the optimizer's parameters."""
@@ -103,15 +101,24 @@ class Pairs:
         )
 
     def parameter_addresses(self) -> frozenset[int]:
-        """Where the bytes of the modules' parameters are that only an optimizer's step changes. A module without any that
-        an optimizer of the state has, beside one with some, is somebody else's to change: averages, a target network."""
-        trained = [module for module, own in zip(self._modules, self._parameters) if own & self._optimized]
+        """Where the bytes of the modules' parameters are that only an optimizer's step changes: of those that one trains, in the
+        state or seen by `note_step`. All others are somebody else's to change (averages, a target network), wherever they are."""
+        groups = [group for optimizer in (*self._optimizers, *stepped()) for group in optimizer.param_groups]
+        trained = frozenset(id(parameter) for group in groups for parameter in group["params"])
+        trained -= {id(parameter) for module in self._modules for parameter in _changed_by_forward(module)}
         return frozenset(
             getattr(parameter, "_local_tensor", parameter).data_ptr()
-            for module in trained or self._modules
+            for module in self._modules
             for parameter in module.parameters()
-            if parameter.device.type in ("cpu", "cuda") and _is_strided(parameter)
+            if id(parameter) in trained and parameter.device.type in ("cpu", "cuda") and _is_strided(parameter)
         )
+
+
+def _changed_by_forward(module: Any) -> Iterator[Any]:
+    """The parameters that torch's embeddings change as they are looked up."""
+    for part in module.modules():
+        if getattr(part, "max_norm", None) is not None:
+            yield from part.parameters(recurse=False)
 
 
 def _reshard(module: Any) -> None:

@@ -11,12 +11,27 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
+import weakref
 from typing import Any, Iterator
 
 from ._leaf import torch_module
 
 TOLD = frozenset(("state", "param_groups"))
 """What torch's functions give of an optimizer."""
+
+_stepped: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The optimizers that were seen to make a step, by their ids."""
+
+
+def note_step(optimizer: Any) -> None:
+    """An optimizer of torch makes a step: a state need not have it for others to know what it trains."""
+    _stepped[id(optimizer)] = optimizer
+
+
+def stepped() -> list[Any]:
+    """The optimizers that were seen to make a step, and are there."""
+    found = [reference() for reference in _stepped.valuerefs()]
+    return [optimizer for optimizer in found if optimizer is not None]
 
 
 def tells_copies(module: Any) -> bool:

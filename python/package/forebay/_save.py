@@ -252,5 +252,5 @@ def check_unchanged(step: int, leaves: list[Leaf]) -> None:
     changed = [leaf.path for leaf in leaves if has_changed(leaf)]
     if changed:
         text = f"step {step} was not saved: {', '.join(changed[:5])} changed while it was copied"
-        hint = "call before_optimizer_step() before each change of parameters"
+        hint = "call before_optimizer_step() before each change of parameters, as a forward with max_norm makes"
         raise CheckpointMutated(f"{text} (hint: {hint})")

@@ -17,8 +17,9 @@ from . import _native
 from ._devices import Devices, Sources
 from ._errors import CheckpointError, CheckpointInvalid, CheckpointNoSpace, anew, warn
 from ._ladder import Ladder
-from ._leaf import Leaf, densify, fill
+from ._leaf import Leaf, densify, fill, torch_module
 from ._local import LocalCopies
+from ._optimizers import note_step
 from ._outcomes import Outcomes, Trouble
 from ._process import start_agent
 from ._ranks import Ranks, Start, error_named
@@ -345,6 +346,9 @@ class Saver:
         """Waits until the state may change. What a device copied is checksummed and sealed behind the training, any other copy
         before this returns."""
         with self._lock:
+            if self._hook_is_used and torch_module() is not None:
+                # From the first step on: what it trains is copied behind the training.
+                _hold_optimizers()
             staging = self._staging
             if staging is None or staging.is_read:
                 return
@@ -527,15 +531,16 @@ class Saver:
 
 @functools.cache
 def _hold_optimizers() -> None:
-    """From now on a step of any optimizer of torch waits for what is copied in the background: kernels of fused ones change
-    tensors whose version counters stay as they are. One function for good, as `torch.compile` looks at what a step calls."""
+    """From now on a step of any optimizer of torch is noted, and waits for what is copied in the background: kernels of fused ones
+    change tensors whose version counters stay as they are. One function for good, as `torch.compile` looks at what a step calls."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     register_optimizer_step_pre_hook(torch.compiler.disable(_finish_before_step))
 
 
-def _finish_before_step(*_: Any) -> None:
+def _finish_before_step(optimizer: Any, *_: Any) -> None:
+    note_step(optimizer)
     for saver in list(_open):
         if saver._hook_is_used and saver._staging is not None:
             saver._await_sources()
