@@ -6,12 +6,14 @@ import contextlib
 import os
 import signal
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Optional
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -391,3 +393,53 @@ def test_ranks_of_one_host_that_no_launcher_tells_of_meet_there(tmp_path: Path) 
         return [ranks.are_told_apart, ranks.are_spread, ranks.here()]
 
     assert run_ranks(2, work) == [[None, False, [0, 1]]] * 2
+
+
+def test_a_training_on_two_hosts_resumes_from_a_directory_of_either(hosts: Hosts, tmp_path: Path) -> None:
+    """Rank 0 wrote it on its own host, and those of the other one were given a path where nothing was."""
+    pytest.importorskip("transformers", reason="TRANSFORMERS is not installed")
+    import forebay.huggingface
+
+    place, log = tmp_path / "run", tmp_path / "written"
+
+    def write(step: _native.Step, part: Path, plain: Any = forebay.huggingface._write) -> None:
+        with log.open("a") as file:
+            file.write(f"{part}\n")
+        plain(step, part)
+
+    def save(rank: int, report: Report) -> None:
+        model = torch.nn.Linear(300, 300)
+        torch.nn.init.constant_(model.weight, 7)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        state = types.SimpleNamespace(global_step=3)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(forebay.huggingface.dataclasses, "asdict", vars)
+            made = forebay.huggingface._state(state, model, optimizer, scheduler)
+        checkpointer = forebay.Checkpointer(place, rng=False, replicated=["model.*"], linger=100)
+        checkpointer.save_now(3, made).wait_durable(PATIENCE_S)
+        report(str(checkpointer._agent.pid))
+        signal.pause()
+
+    children = hosts.start(4, save)
+    agents = [int(child.line()) for child in children]
+    for child in children:
+        child.kill()
+
+    def bring(rank: int, folder: Path) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(forebay.huggingface, "_write", write)
+            source = forebay.huggingface.checkpoint(place, folder)
+        assert source == str(folder / "checkpoint-3")
+        weight = safetensors.torch.load_file(f"{source}/model.safetensors")["weight"]
+        names = {f"rng_state_{number}.pth" for number in range(4)} | {"optimizer.pt", "trainer_state.json"}
+        return bool((weight == 7).all()) and names <= set(os.listdir(source))
+
+    try:
+        assert hosts.run(4, lambda rank: bring(rank, tmp_path / f"own-{rank // 2}")) == [True] * 4
+        assert len(log.read_text().splitlines()) == 2, "once on each host"
+        assert hosts.run(4, lambda rank: bring(rank, tmp_path / "shared")) == [True] * 4
+        assert len(log.read_text().splitlines()) == 3, "once where both see it"
+    finally:
+        for agent in agents:
+            os.kill(agent, signal.SIGKILL)

@@ -29,6 +29,9 @@ T = TypeVar("T")
 LOOK = "look for what is in memory"
 """What ranks are at when they first meet for a restore."""
 
+OF_HOSTS = "arena: it is in the memory of several hosts"
+"""Why a step in memory is not used where one rank would read all of it."""
+
 PATIENCE_S = 5.0
 """How long the store may take to say whether the job was started elsewhere; it may be what is out of reach."""
 
@@ -58,6 +61,8 @@ class Memory:
         """What the agents of killed processes have for all ranks, of which some need what only other hosts' memory has."""
         self.is_of_peers = False
         """Whether the last `use` used copies that hosts keep for each other."""
+        self.is_read_alone = False
+        """Whether a rank reads what all saved, which it finds in the memory of its own host alone."""
         self.lost: list[int] = []
         """The ranks of which the last `use` found no agent on any host, where it found any."""
         self.lost_before: list[int] = []
@@ -158,7 +163,10 @@ class Memory:
         if reason is not None:
             self.passed_over.append(f"arena: {reason}")
             return None
-        for chosen in choices(candidate, self._ranks.hosts()):
+        is_out_of_reach = self.is_read_alone and self._ranks.are_spread
+        if is_out_of_reach:
+            self.passed_over.append(OF_HOSTS)
+        for chosen in () if is_out_of_reach else choices(candidate, self._ranks.hosts()):
             try:
                 used = self._read(use, common, chosen)
             except CheckpointCorrupt as error:

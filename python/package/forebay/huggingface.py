@@ -49,9 +49,11 @@ from ._errors import (
     CheckpointUnavailable,
     CheckpointWarning,
 )
+from ._held import OF_HOSTS
 from ._ladder import OF_STORE
 from ._loading import load_rest
 from ._passed import JobOptions, passed_on
+from ._ranks import Ranks
 from ._url import bucket_url, user_path
 from .convert import SHARD_BYTES
 
@@ -275,7 +277,11 @@ def checkpoint(
     hold, in copies on the local disk where that is given as it was to the `Callback`, and in the store; the `forebay.json` in
     the directory names the tier where it is another one than the store. What was written already out of the store is given
     as it is, if the step is still the one that it was written from: a training that went back saves a step of that number anew,
-    and then it is written anew, too. Every byte read is checked. Under torchrun every process calls it, and the first one writes.
+    and then it is written anew, too. Every byte read is checked.
+
+    Under torchrun every process calls it, and the first one writes. Of processes on several hosts one on each other host writes
+    as well, unless it sees the first one's there, as in a folder that they share; out of the store, for which what agents hold is
+    waited for.
 
     Raises `CheckpointInvalid` where a directory of that name is not of this function's, such as the Trainer's own.
     """
@@ -284,8 +290,9 @@ def checkpoint(
     with Checkpointer(place, rng=False, linger=0, local=local, patience=_PATIENCE_S) as reader:
 
         def use(found: _native.Step) -> None:
-            given.append(reader._ranks.first("write a checkpoint", lambda: _written(found, user_path(folder))))
+            given.append(_written_on_hosts(found, user_path(folder), reader._ranks))
 
+        reader._ladder.arena.is_read_alone = True
         try:
             number = reader._bring(step, use)
         except CheckpointNotFound:
@@ -295,8 +302,8 @@ def checkpoint(
     _GIVEN.pop(place, None)
     if number is None or reader.restored is None:
         return None
-    if all(text.startswith(OF_STORE) for text in reader.restored.passed_over):
-        # A nearer copy that was found damaged would be found again, and not read.
+    if all(text.startswith((OF_STORE, OF_HOSTS)) for text in reader.restored.passed_over):
+        # A nearer copy that was found damaged would be found again, and not read; memory of several hosts is read by all of them.
         _GIVEN[place] = number
     return given[-1]
 
@@ -341,6 +348,19 @@ def _state(
         "adapters": _adapters.told_of(model),
         "config": None if config is None else config.to_json_string(use_diff=False),
     }
+
+
+def _written_on_hosts(step: _native.Step, folder: Path, ranks: Ranks) -> str:
+    """Has the first rank write, and then, where they see nothing of that, the first one of each other host; gives the path."""
+    path = ranks.first("write a checkpoint", lambda: _written(step, folder))
+    if not ranks.are_spread:
+        return path
+    lowest = ranks.here()[0]
+    is_other = 0 < ranks.rank == lowest
+    words = ranks.gather(
+        "write a checkpoint on each host", lambda: {"given": _written(step, folder) if is_other else None}
+    )
+    return path if lowest == 0 else cast(str, words[lowest]["given"])
 
 
 def _written(step: _native.Step, folder: Path) -> str:
