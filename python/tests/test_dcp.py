@@ -6,6 +6,7 @@ import collections
 import os
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import forebay
 import forebay.dcp
-from forebay import _native
+from forebay import _native, _saver
 
-from .conftest import SCALE
+from .conftest import PATIENCE_S, SCALE, raising
 from .test_ranks import body_of, run_ranks
 from .test_reading import read_bytes
 
@@ -300,6 +301,27 @@ def test_a_save_that_cannot_be_sealed_at_its_end_fails_on_all_and_leaves_nothing
     assert [step for step, *_ in _native.list_steps(f"file://{tmp_path}")] == [1]
     assert torch.equal(forebay.load(tmp_path, step=1)["w"], torch.full((100, 2), 2.0))
     assert _native.verify(f"file://{tmp_path}", None) == []
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_agents_wait_for_no_part_of_a_rank_whose_own_does_not_start(tmp_path: Path, failing: int) -> None:
+    """They were told through that one, and waited ten minutes; so did who closed its writer."""
+
+    def save(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,))
+        state = {"w": distribute_tensor(torch.full((100, 2), 1.0), mesh, [Shard(0)])}
+        writer = forebay.dcp.Writer(tmp_path)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == failing:
+                patch.setattr(_saver, "start_agent", raising(OSError("no process is left")))
+            with pytest.raises(CheckpointException, match="no process is left"):
+                dcp.save(state, checkpoint_id=1, storage_writer=writer)
+        begun = time.monotonic()
+        writer.close()
+        return time.monotonic() - begun
+
+    assert max(run_ranks(2, save)) < PATIENCE_S
+    assert _native.list_steps(f"file://{tmp_path}") == []
 
 
 def test_ranks_that_do_not_speak_are_refused(tmp_path: Path) -> None:

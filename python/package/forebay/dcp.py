@@ -218,6 +218,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
         size = len(plans)
         job = self._job_for(self._next, size)
         parts = [_Part(rank, size, self._next, job) for rank in range(size)]
+        # Before others seal theirs: without it nobody could tell their agents that this rank's part does not come.
+        self._checkpointer_for(parts[0])._ensure_agent()
         self._planned = parts[0]
         self._is_sound = False
         return [dataclasses.replace(plan, storage_data=part) for plan, part in zip(plans, parts)]
