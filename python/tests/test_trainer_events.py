@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import forebay
+from forebay._saver import Saver
 
 from .conftest import SCALE
 from .test_trainers import Recorder, quiet, same, transformers  # noqa: F401  (a fixture)
@@ -115,6 +116,20 @@ def test_a_saved_step_has_its_evaluation_and_goes_on_bit_equal(tmp_path: Path, w
         names = ("loss", "eval_loss") if settings.get("logging_steps") != 5 else ("eval_loss",)
         assert told(again.state.log_history, names=names) == told(trainer.state.log_history, names=names)
         assert again.state.best_metric == trainer.state.best_metric
+
+
+def test_what_the_trainer_trains_is_copied_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its optimizer is known by its steps: of that the state has the `state_dict` alone."""
+    late: list[list[str]] = []
+
+    def copy(self: Saver, *given: Any, plain: Any = Saver._copy) -> Any:
+        found = plain(self, *given)
+        late.append([leaf.name for leaf in found[0]])
+        return found
+
+    monkeypatch.setattr(Saver, "_copy", copy)
+    job(tmp_path / "run", tmp_path / "own", None)
+    assert ["model.transformer.h.0.mlp.c_fc.weight" in names for names in late] == [True] * 3
 
 
 def test_a_scheduler_that_follows_the_evaluation_is_saved_after_it(tmp_path: Path) -> None:
