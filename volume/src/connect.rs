@@ -116,9 +116,7 @@ async fn join(source: &str, settings: &VolumeSettings) -> Result<Arc<Volume>> {
     let tasks = TaskGroup::new("volume");
     let tree = settings.join.join(&bucket, &record, JOIN_FIRST).await?;
     tracing::info!(url = %bucket.url(), server = ?tree.reached(), "joined: another process serves the tree");
-    if settings.trash_ms > 0 {
-        tracing::warn!("what is deleted here is kept as the process says that serves the tree: its --trash counts");
-    }
+    settings.tell_what_counts_elsewhere();
     let blocks = Node::open(bucket.clone(), settings.cache()).await?;
     blocks.join(&settings.cache(), record.volume).await?;
     let tree = Arc::new(tree);

@@ -177,6 +177,15 @@ impl VolumeSettings {
         }
     }
 
+    /// Warns of what a mount that joined is told and does not decide.
+    pub(crate) fn tell_what_counts_elsewhere(&self) {
+        if self.trash_ms > 0 {
+            tracing::warn!(
+                "what is deleted here is kept as whoever serves the tree keeps it: its --trash counts"
+            );
+        }
+    }
+
     /// Windows of readers that the memory has room for: one takes an eighth of it at most, and all of them half of what is for
     /// blocks at rest.
     pub(crate) fn prefetch(&self) -> PrefetchSettings {
