@@ -48,7 +48,7 @@ pub struct WriteSettings {
     /// Parts after which an upload is completed, and its file goes on in blobs: where memory is short, parts are sent before they are
     /// full, and a store takes 10,000. Tests alone have another number.
     #[serde(skip)]
-    pub(crate) stream_parts: usize,
+    pub stream_parts: usize,
 }
 
 impl Default for WriteSettings {
