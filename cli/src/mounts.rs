@@ -3,15 +3,17 @@
 use std::fs;
 use std::io::{self, ErrorKind as Io};
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_fuse::OwnMount;
 use forebay_io::clock::Clock;
-use forebay_io::task::{self, Stop};
-use forebay_volume::control::{self, Reply, Request, Status};
+use forebay_io::task::{self, Stop, TaskGroup};
+use forebay_volume::Volume;
+use forebay_volume::control::{self, Identity, Reply, Request, Status};
+use tokio::net::UnixStream;
 
 use crate::places;
 use crate::settings::Settings;
@@ -68,7 +70,16 @@ pub(crate) fn state_directory(given: Option<&Path>, settings: &Settings) -> Path
 
 /// Every mount that keeps its socket in `state`, by socket.
 pub(crate) async fn all(state: &Path) -> Result<Vec<Mount>> {
-    let directory = state.join("mounts");
+    let sockets = sockets(state)?;
+    let mut found = Vec::with_capacity(sockets.len());
+    for socket in sockets {
+        found.push(Mount { state: look(&socket).await, socket });
+    }
+    Ok(found)
+}
+
+fn sockets(state: &Path) -> Result<Vec<PathBuf>> {
+    let directory = places::mount_sockets(state);
     let entries = match fs::read_dir(&directory) {
         Ok(entries) => entries,
         Err(error) if error.kind() == Io::NotFound => return Ok(Vec::new()),
@@ -82,17 +93,51 @@ pub(crate) async fn all(state: &Path) -> Result<Vec<Mount>> {
         }
     }
     sockets.sort();
-    let mut found = Vec::with_capacity(sockets.len());
-    for socket in sockets {
-        found.push(Mount { state: look(&socket).await, socket });
+    Ok(sockets)
+}
+
+/// Whether nobody listens there. The kernel knows, of processes of other containers as well, whose numbers mean nothing here.
+async fn is_left(socket: &Path) -> bool {
+    let refused = UnixStream::connect(socket).await.err();
+    refused.is_some_and(|error| matches!(error.kind(), Io::ConnectionRefused | Io::NotFound))
+}
+
+/// The control socket of this process, which goes with it.
+#[derive(Debug)]
+pub(crate) struct Served(PathBuf);
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
     }
-    Ok(found)
+}
+
+/// Lets other commands ask this process about `volume` until `tasks` are shut down. It does its work without that, too: what
+/// is wrong is logged. Sockets that dead processes left are removed, for containers that end and begin look at no `status`.
+pub(crate) async fn serve(
+    state: &Path,
+    volume: &Arc<Volume>,
+    identity: Identity,
+    tasks: &TaskGroup,
+) -> Option<Served> {
+    for socket in sockets(state).unwrap_or_default() {
+        if is_left(&socket).await {
+            let _ = fs::remove_file(&socket);
+        }
+    }
+    let path = places::mount_socket(state);
+    let made = fs::create_dir_all(places::mount_sockets(state)).map_err(Error::from);
+    match made.and_then(|()| control::serve(&path, volume.clone(), identity, tasks)) {
+        Ok(()) => Some(Served(path)),
+        Err(error) => {
+            tracing::warn!(%error, "`forebay status` and other commands cannot reach this process");
+            None
+        }
+    }
 }
 
 async fn look(socket: &Path) -> State {
-    if let Err(error) = UnixStream::connect(socket)
-        && matches!(error.kind(), Io::ConnectionRefused | Io::NotFound)
-    {
+    if is_left(socket).await {
         return State::Dead;
     }
     let stop = Stop::new();

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 
 use forebay_core::{Error, Result};
 use forebay_io::object::BucketUrl;
+use forebay_io::rng::Rng;
 use forebay_volume::VolumeSettings;
 
 const SYSTEM_CONFIG: &str = "/etc/forebay/forebay.toml";
@@ -44,9 +45,16 @@ pub(crate) fn mount_log(state: &Path, mount_point: &Path) -> PathBuf {
     state.join("log").join(format!("mount-{name}.log"))
 }
 
-/// The control socket of the mount that process `pid` serves.
-pub(crate) fn mount_socket(state: &Path, pid: u32) -> PathBuf {
-    state.join("mounts").join(format!("{pid}.sock"))
+/// Where the mounts that keep their state in `state` have their control sockets.
+pub(crate) fn mount_sockets(state: &Path) -> PathBuf {
+    state.join("mounts")
+}
+
+/// A control socket for this process, of a name that no other has: the first process of each container has the number 1,
+/// and those of one host share a state directory.
+pub(crate) fn mount_socket(state: &Path) -> PathBuf {
+    let drawn = Rng::system().u64() as u32;
+    mount_sockets(state).join(format!("{}-{drawn:08x}.sock", std::process::id()))
 }
 
 /// Refuses to keep the cache or the state of a volume in its own bucket, whose files theirs would be, and the bucket in the
@@ -105,6 +113,14 @@ fn variable(name: &str) -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn processes_of_one_number_have_sockets_of_their_own() {
+        let state = Path::new("/s");
+        let [one, other] = [mount_socket(state), mount_socket(state)];
+        assert_ne!(one, other);
+        assert!(one.starts_with(mount_sockets(state)) && one.extension().is_some_and(|end| end == "sock"));
+    }
 
     #[test]
     fn a_mount_has_a_log_of_its_own() {

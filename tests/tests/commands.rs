@@ -4,10 +4,13 @@
 mod ckpt;
 
 use std::fs;
-use std::path::Path;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
-use forebay_tests::process::start;
+use forebay_tests::mount::is_mounted;
+use forebay_tests::process::{start, unmount};
 use forebay_tests::s3::Server;
 use forebay_tests::{Forebay, Mount, Outcome, Scratch, require_fuse, shell};
 use serde_json::{Value, json};
@@ -57,6 +60,73 @@ fn status_shows_mounts_and_clears_away_what_dead_ones_left() {
     mount.kill();
     assert_eq!(fs::read_dir(Path::new(&state).join("mounts")).expect("sockets").count(), 1);
     assert_eq!(shown(&["--state-dir", &state, "--json"]), json!({ "mounts": [] }));
+    assert_eq!(fs::read_dir(Path::new(&state).join("mounts")).expect("sockets").count(), 0);
+}
+
+/// A mount as a container of its own has it, where it is the process 1, until it is unmounted.
+fn mount_as_process_1(scratch: &Scratch, name: &str) -> (PathBuf, Child) {
+    let (bucket, folder) = (scratch.folder(&format!("bucket {name}")), scratch.folder(name));
+    fs::write(bucket.join(name), name).expect("the bucket is writable");
+    let mut command = Command::new("unshare");
+    command.args(["--pid", "--fork"]).arg(Forebay::binary()).args(["mount", "-f", "--state-dir"]);
+    command.arg(scratch.join("state")).args([url(&bucket).as_str(), &folder.display().to_string()]);
+    let log = fs::File::create(scratch.join(&format!("log {name}"))).expect("a log can be made");
+    command.env("HOME", scratch.path()).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+    let process = start(&mut command).expect("unshare starts");
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !is_mounted(&folder) {
+        assert!(
+            Instant::now() < deadline,
+            "{}",
+            fs::read_to_string(scratch.join(&format!("log {name}"))).expect("a log")
+        );
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    (folder, process)
+}
+
+/// Each took the other's control socket away, and the second one's end that of whoever was left.
+#[test]
+fn mounts_of_two_containers_that_share_a_state_directory_are_both_reached() {
+    let test = "mounts_of_two_containers_that_share_a_state_directory_are_both_reached";
+    let scratch = Scratch::new();
+    if !require_fuse(test) {
+        return;
+    }
+    if shell(scratch.path(), "unshare --pid --fork true").code != Some(0) {
+        return forebay_tests::settings::skip(test, "no PID namespaces");
+    }
+    let state = scratch.join("state").display().to_string();
+    let reach = |folder: &Path| {
+        let folder = folder.display().to_string();
+        let told = forebay(&scratch, &["status", &folder, "--state-dir", &state, "--json"]).succeeded();
+        let told = parse(&told);
+        assert_eq!(
+            (&told["mounts"][0]["mount_point"], &told["mounts"][0]["pid"]),
+            (&json!(folder), &json!(1)),
+            "{told}"
+        );
+        forebay(&scratch, &["sync", &folder, "--state-dir", &state]).succeeded();
+    };
+    let (one, mut first) = mount_as_process_1(&scratch, "one");
+    let (other, mut second) = mount_as_process_1(&scratch, "other");
+    reach(&one);
+    reach(&other);
+    unmount(&other);
+    assert!(second.wait().expect("it ends").success());
+    reach(&one);
+
+    // What a container leaves that was killed is cleared away by the next one, and by no number of a process.
+    let left = Path::new(&state).join("mounts/1-00000000.sock");
+    drop(UnixListener::bind(&left).expect("a socket"));
+    let (other, mut second) = mount_as_process_1(&scratch, "other");
+    assert!(!left.exists());
+    reach(&one);
+    reach(&other);
+    for (folder, process) in [(one, &mut first), (other, &mut second)] {
+        unmount(&folder);
+        assert!(process.wait().expect("it ends").success());
+    }
     assert_eq!(fs::read_dir(Path::new(&state).join("mounts")).expect("sockets").count(), 0);
 }
 

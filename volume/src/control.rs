@@ -201,13 +201,8 @@ impl Volume {
 /// # Errors
 /// When the socket cannot be made. One left by a dead process is replaced.
 pub fn serve(path: &Path, volume: Arc<Volume>, identity: Identity, tasks: &TaskGroup) -> Result<()> {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
-        _ => {}
-    }
-    let listener = UnixListener::bind(path)
+    let listener = listen(path)
         .map_err(|error| Error::from(error).context(format!("control socket {}", path.display())))?;
-    std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
     let (group, stop) = (tasks.clone(), tasks.stop());
     tasks.spawn("control", async move {
         while let Some(accepted) = stop.run_until_cancelled(listener.accept()).await {
@@ -225,6 +220,19 @@ pub fn serve(path: &Path, volume: Arc<Volume>, identity: Identity, tasks: &TaskG
         }
     });
     Ok(())
+}
+
+/// A socket that appears once it is listened at: one that nobody listens at is taken for what a dead process left.
+fn listen(path: &Path) -> std::io::Result<UnixListener> {
+    let new = path.with_extension("new");
+    match std::fs::remove_file(&new) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = UnixListener::bind(&new)?;
+    std::fs::set_permissions(&new, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
+    std::fs::rename(&new, path)?;
+    Ok(listener)
 }
 
 /// Reads one request and answers it.

@@ -8,7 +8,7 @@ use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::object::BucketUrl;
 use forebay_io::task::TaskGroup;
 use forebay_volume::VolumeSettings;
-use forebay_volume::control::{self, Identity};
+use forebay_volume::control::Identity;
 use sd_notify::NotifyState;
 use tracing::{info, warn};
 
@@ -87,12 +87,8 @@ async fn serve(source: &str, settings: VolumeSettings, standby: bool) -> Result<
         _ = signals.next() => return Ok(()),
     };
     let tasks = TaskGroup::new("meta");
-    let socket = places::mount_socket(&settings.state_directory, std::process::id());
     let identity = Identity { source: source.to_owned(), mount_point: NOWHERE.to_owned() };
-    let made = socket.parent().map_or(Ok(()), std::fs::create_dir_all).map_err(Error::from);
-    if let Err(error) = made.and_then(|()| control::serve(&socket, volume.clone(), identity, &tasks)) {
-        warn!(%error, "`forebay status` cannot reach this process");
-    }
+    let socket = mounts::serve(&settings.state_directory, &volume, identity, &tasks).await;
     tell_supervisor(NotifyState::Ready);
     let ended = tokio::select! {
         name = signals.next() => {
@@ -102,7 +98,7 @@ async fn serve(source: &str, settings: VolumeSettings, standby: bool) -> Result<
         () = volume.lost() => Err(Error::new(ErrorKind::Conflict, "another process took this volume over")),
     };
     tasks.shutdown(CONTROL_DEADLINE).await;
-    let _ = std::fs::remove_file(&socket);
+    drop(socket);
     let closed = volume.close().await;
     match ended {
         Ok(()) => closed.map_err(|error| error.context("not everything could be written to the bucket")),

@@ -13,7 +13,7 @@ use forebay_fuse::{MountOptions, MountPoint, Mounted};
 use forebay_io::clock::{Clock, Moment};
 use forebay_io::task::{TaskGroup, blocking, end};
 use forebay_volume::Volume;
-use forebay_volume::control::{self, Identity};
+use forebay_volume::control::Identity;
 use forebay_volume::staging::Staged;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::runtime::{Builder, Handle, Runtime};
@@ -22,7 +22,6 @@ use tracing::{error, info, warn};
 use super::options::Plan;
 use super::signals::Signals;
 use crate::mounts::{self, State};
-use crate::places;
 
 /// How long those who still use a mount have after SIGTERM; then it ends under them.
 const USERS_DEADLINE: Duration = Duration::from_secs(10);
@@ -76,7 +75,8 @@ async fn serve_mount(plan: &Plan, ready: impl FnOnce(&Plan) -> Result<()>) -> Re
     };
     // Before the mount can be seen: who sees it may ask it something at once.
     let tasks = TaskGroup::new("mount");
-    serve_control(plan, &volume, &tasks);
+    let identity = Identity { source: plan.source.clone(), mount_point: mount_point(&plan.target) };
+    let socket = mounts::serve(&plan.volume.state_directory, &volume, identity, &tasks).await;
     let mounted = mount(volume.clone(), plan).await;
     let failure = match mounted {
         Ok(mounted) => {
@@ -95,7 +95,7 @@ async fn serve_mount(plan: &Plan, ready: impl FnOnce(&Plan) -> Result<()>) -> Re
         Err(failure) => Some(failure),
     };
     tasks.shutdown(CONTROL_DEADLINE).await;
-    let _ = std::fs::remove_file(places::mount_socket(&plan.volume.state_directory, std::process::id()));
+    drop(socket);
     let closed = close(&volume).await;
     if let Some(failure) = failure {
         closed.unwrap_or_else(|error| warn!(%error, "closing the volume"));
@@ -112,16 +112,6 @@ async fn mount(volume: Arc<Volume>, plan: &Plan) -> Result<Mounted> {
     let read_only = plan.mount.read_only || volume.read_only();
     let options = MountOptions { read_only, ..plan.mount.clone() };
     blocking(move || forebay_fuse::mount(volume, &target, &options, runtime)).await?
-}
-
-/// Lets other commands ask this mount. A mount serves files without it, too.
-fn serve_control(plan: &Plan, volume: &Arc<Volume>, tasks: &TaskGroup) {
-    let path = places::mount_socket(&plan.volume.state_directory, std::process::id());
-    let identity = Identity { source: plan.source.clone(), mount_point: mount_point(&plan.target) };
-    let made = path.parent().map_or(Ok(()), std::fs::create_dir_all).map_err(Error::from);
-    if let Err(error) = made.and_then(|()| control::serve(&path, volume.clone(), identity, tasks)) {
-        warn!(%error, "`forebay status` and `forebay warmup` cannot reach this mount");
-    }
 }
 
 fn mount_point(target: &MountPoint) -> String {
