@@ -25,9 +25,9 @@ pub struct PrefetchSettings {
     /// ("Performance design patterns for Amazon S3"), 20 ms late.
     pub max_window_bytes: u64,
     /// Most files that are brought in ahead of one who reads the small files of a directory in order; 0 switches that
-    /// off. Default 64: enough for 3,000 files a second from a store 20 ms away.
+    /// off. Default 64, and as many as there is memory for at most: enough for 3,000 files a second from a store 20 ms away.
     pub max_files: usize,
-    /// Bytes that all windows of a volume may have together: what is read ahead is to be there still when its reader comes.
+    /// Bytes that all windows of a volume may have together, of files and of directories: what is read ahead is to be there still when its reader comes.
     #[serde(skip)]
     pub(crate) shared_bytes: u64,
 }
@@ -42,7 +42,7 @@ impl Default for PrefetchSettings {
 /// of one readahead window from several threads, up to 1 MiB each, in any order.
 const REORDER_BYTES: u64 = 4 << 20;
 
-/// The files of a volume that are read front to back, which share what may be read ahead.
+/// The files of a volume that are read front to back, and walks along small files, which share what may be read ahead.
 #[derive(Debug)]
 pub(crate) struct Readers {
     shared_bytes: u64,
@@ -52,6 +52,11 @@ pub(crate) struct Readers {
 impl Readers {
     pub(crate) fn new(settings: &PrefetchSettings) -> Arc<Self> {
         Arc::new(Self { shared_bytes: settings.shared_bytes, count: AtomicUsize::new(0) })
+    }
+
+    /// The part of each.
+    fn share(&self) -> u64 {
+        self.shared_bytes / self.count.load(Relaxed).max(1) as u64
     }
 }
 
@@ -67,7 +72,7 @@ impl Reader {
 
     /// Its part of what all of them may have, a block at least.
     fn share(&self) -> u64 {
-        (self.0.shared_bytes / self.0.count.load(Relaxed).max(1) as u64).max(BLOCK_SIZE)
+        self.0.share().max(BLOCK_SIZE)
     }
 }
 

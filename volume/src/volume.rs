@@ -155,9 +155,10 @@ impl Volume {
             uploads: uploads.clone(),
             unsealed: Unsealed::default(),
         };
+        let readers = Readers::new(&store.prefetch);
         let volume = Arc::new(Self {
-            readers: Readers::new(&store.prefetch),
-            walks: Mutex::new(Walks::new(store.prefetch.max_files)),
+            walks: Mutex::new(Walks::new(&store.prefetch, &readers)),
+            readers,
             store: Arc::new(store),
             read_only: parts.read_only,
             open: Mutex::default(),

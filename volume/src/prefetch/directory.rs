@@ -4,10 +4,16 @@
 //! Inode numbers are handed out in the order of a listing, so that whoever takes a directory in its order takes numbers
 //! that grow. Some such steps in a row make a *walk*, which is served a window of files that doubles up to
 //! `PrefetchSettings::max_files`. Several readers that share one walk come a little out of order; others have walks of
-//! their own. Random readers make no walk, and those who take every so many-th file, as the ranks of a job do, none that
+//! their own. What all of them have ahead shares with open windows (`Readers`): what is fetched is to be in memory still when
+//! its reader comes. Random readers make no walk, and those who take every so many-th file, as the ranks of a job do, none that
 //! is served: less than every second file of theirs would be wanted.
 
+use std::collections::VecDeque;
+use std::sync::Arc;
+
 use forebay_core::{BLOCK_SIZE, InodeId};
+
+use super::{PrefetchSettings, Reader, Readers};
 
 /// Walks told apart, as many as data loaders have workers; the one that rested longest gives way.
 const WALKS: usize = 32;
@@ -19,6 +25,10 @@ const STEPS: u32 = 3;
 const SPARSE: u64 = 2;
 /// The first window in files.
 const FIRST_FILES: usize = 8;
+/// Files that others read until a walk that did not go on is taken for left: what it has ahead holds up nobody then.
+const LEFT_AFTER: u64 = 512;
+/// Past all files: an answer is awaited.
+const AWAITS: u64 = u64::MAX;
 /// Files above this are served by a window of their own, within the file.
 pub(crate) const SMALL_FILE: u64 = BLOCK_SIZE;
 
@@ -34,10 +44,13 @@ pub(crate) struct Ask {
 #[derive(Debug)]
 pub(crate) struct Walks {
     max_files: usize,
+    readers: Arc<Readers>,
     /// The one that went on last comes last.
     walks: Vec<Walk>,
     /// Names the next walk.
     next: u64,
+    /// Counts the files that are read.
+    now: u64,
 }
 
 #[derive(Debug)]
@@ -49,17 +62,22 @@ struct Walk {
     /// Where it was when it was looked at last, and how many of its files were read since.
     mark: u64,
     read: u64,
+    /// When it went on last.
+    seen: u64,
     window: usize,
-    /// Files that were asked for and are not reached yet, in their order.
-    ahead: std::collections::VecDeque<u64>,
+    /// Files that were asked for and are not reached yet, in their order, with their sizes.
+    ahead: VecDeque<(u64, u64)>,
+    /// While there are any, or an answer is awaited.
+    reader: Option<Reader>,
     /// Nothing is asked for before a file past this one is read: an answer is awaited, or nothing followed.
     rests_to: Option<u64>,
 }
 
 impl Walks {
     /// Nobody has read anything yet; `max_files` 0 switches walks off.
-    pub(crate) fn new(max_files: usize) -> Self {
-        Self { max_files, walks: Vec::new(), next: 0 }
+    pub(crate) fn new(settings: &PrefetchSettings, readers: &Arc<Readers>) -> Self {
+        let (max_files, readers) = (settings.max_files, readers.clone());
+        Self { max_files, readers, walks: Vec::new(), next: 0, now: 0 }
     }
 
     /// Takes the first read of a small file, and answers what to bring in, mostly nothing.
@@ -67,6 +85,9 @@ impl Walks {
         if self.max_files == 0 {
             return None;
         }
+        self.now += 1;
+        let now = self.now;
+        self.walks.iter_mut().take_while(|walk| walk.seen + LEFT_AFTER < now).for_each(Walk::leave);
         let found = self.walks.iter().rposition(|walk| walk.has(ino.0));
         let mut walk = match found {
             Some(at) => self.walks.remove(at),
@@ -78,32 +99,69 @@ impl Walks {
                 Walk::start(self.next, ino.0)
             }
         };
+        walk.seen = now;
         let ask = walk.step(ino.0, self.max_files);
+        if ask.is_some() {
+            walk.reader.get_or_insert_with(|| Reader::enter(&self.readers));
+        }
         self.walks.push(walk);
         ask
     }
 
-    /// `files` follow, and are being brought in; after none the walk rests until it goes on behind them.
-    pub(crate) fn answer(&mut self, ask: Ask, files: impl Iterator<Item = InodeId>) {
-        let Some(walk) = self.walks.iter_mut().find(|walk| walk.name == ask.walk) else { return };
+    /// `files` follow, with their sizes. Answers how many of them are to be brought in, as far as what is ahead of this walk, and
+    /// of all, keeps to its share; after none the walk rests until it goes on behind them.
+    pub(crate) fn answer(&mut self, ask: Ask, files: impl Iterator<Item = (InodeId, u64)>) -> usize {
+        let all: u64 = self.walks.iter().map(Walk::bytes).sum();
+        let Some(walk) = self.walks.iter_mut().find(|walk| walk.name == ask.walk) else { return 0 };
         let before = walk.ahead.len();
-        walk.ahead.extend(files.map(|ino| ino.0));
-        walk.rests_to = (walk.ahead.len() == before).then(|| walk.end());
+        let of_all = self.readers.shared_bytes.saturating_sub(all);
+        let mut room = self.readers.share().saturating_sub(walk.bytes()).min(of_all);
+        for (ino, size) in files {
+            let Some(left) = room.checked_sub(size) else {
+                // So many fit: it is asked again when half of them are read.
+                walk.window = walk.ahead.len();
+                break;
+            };
+            room = left;
+            walk.ahead.push_back((ino.0, size));
+        }
+        let taken = walk.ahead.len() - before;
+        walk.rests_to = (taken == 0).then(|| walk.end());
+        walk.release();
+        taken
     }
 }
 
 impl Walk {
     fn start(name: u64, ino: u64) -> Self {
-        let ahead = std::collections::VecDeque::new();
-        Self { name, reached: ino, steps: 0, mark: ino, read: 0, window: 0, ahead, rests_to: None }
+        let (steps, read, seen, window) = (0, 0, 0, 0);
+        let (ahead, reader, rests_to) = (VecDeque::new(), None, None);
+        Self { name, reached: ino, steps, mark: ino, read, seen, window, ahead, reader, rests_to }
     }
 
     fn end(&self) -> u64 {
-        self.ahead.back().copied().unwrap_or(self.reached).max(self.reached)
+        self.ahead.back().map_or(self.reached, |(ino, _)| *ino).max(self.reached)
+    }
+
+    fn bytes(&self) -> u64 {
+        self.ahead.iter().map(|(_, size)| size).sum()
     }
 
     fn has(&self, ino: u64) -> bool {
         (self.reached.saturating_sub(NEAR)..=self.end().saturating_add(NEAR)).contains(&ino)
+    }
+
+    /// Leaves its share to others once it needs none.
+    fn release(&mut self) {
+        if self.ahead.is_empty() && self.rests_to != Some(AWAITS) {
+            self.reader = None;
+        }
+    }
+
+    /// Nobody comes to what is ahead.
+    fn leave(&mut self) {
+        self.ahead.clear();
+        self.release();
     }
 
     fn step(&mut self, ino: u64, max_files: usize) -> Option<Ask> {
@@ -111,9 +169,10 @@ impl Walk {
         if ino > self.reached {
             self.steps = self.steps.saturating_add(1);
             self.reached = ino;
-            while self.ahead.front().is_some_and(|next| *next <= ino) {
+            while self.ahead.front().is_some_and(|(next, _)| *next <= ino) {
                 self.ahead.pop_front();
             }
+            self.release();
         }
         let rests = self.rests_to.is_some_and(|end| ino <= end);
         if self.steps < STEPS || rests || self.ahead.len() > self.window / 2 {
@@ -127,7 +186,7 @@ impl Walk {
         }
         self.window = (self.window * 2).max(FIRST_FILES).min(max_files);
         let files = self.window.saturating_sub(self.ahead.len());
-        self.rests_to = Some(u64::MAX);
+        self.rests_to = Some(AWAITS);
         (files > 0).then(|| Ask { after: InodeId(self.end()), files, walk: self.name })
     }
 }
@@ -136,13 +195,18 @@ impl Walk {
 mod tests {
     use super::*;
 
+    fn walks(max_files: usize) -> Walks {
+        let settings = PrefetchSettings { max_files, ..PrefetchSettings::default() };
+        Walks::new(&settings, &Readers::new(&settings))
+    }
+
     /// What is asked for while `read` is read, in a directory of files 1..=`files`.
     fn fetched(read: impl IntoIterator<Item = u64>, files: u64) -> Vec<u64> {
-        let (mut walks, mut all) = (Walks::new(64), Vec::new());
+        let (mut walks, mut all) = (walks(64), Vec::new());
         for ino in read {
             if let Some(ask) = walks.observe(InodeId(ino)) {
                 let next: Vec<u64> = (ask.after.0 + 1..=files).take(ask.files).collect();
-                walks.answer(ask, next.iter().map(|ino| InodeId(*ino)));
+                walks.answer(ask, next.iter().map(|ino| (InodeId(*ino), 1)));
                 all.extend(next);
             }
         }
@@ -179,13 +243,13 @@ mod tests {
 
     #[test]
     fn a_walk_goes_on_in_the_next_directory() {
-        let mut walks = Walks::new(64);
+        let mut walks = walks(64);
         let mut asked = Vec::new();
         for ino in 1..=60 {
             let Some(ask) = walks.observe(InodeId(ino)) else { continue };
             asked.push(ask.after.0);
             let end = if ino <= 20 { 20 } else { 60 };
-            walks.answer(ask, (ask.after.0 + 1..=end).take(ask.files).map(InodeId));
+            walks.answer(ask, (ask.after.0 + 1..=end).take(ask.files).map(|ino| (InodeId(ino), 1)));
         }
         assert!(asked.contains(&20) && asked.contains(&21), "{asked:?}");
         assert!(asked.len() < 15, "{asked:?}");
@@ -217,9 +281,44 @@ mod tests {
         assert!(fetched(thickening, 1800).len() > 950);
     }
 
+    /// Sixty-four files each were too many for memory: the oldest ones, which are read next, were evicted and fetched again.
+    #[test]
+    fn what_is_ahead_of_all_walks_keeps_to_what_they_share() {
+        const SIZE: u64 = 7 << 19;
+        let settings = PrefetchSettings::default();
+        let readers = Readers::new(&settings);
+        let mut walks = Walks::new(&settings, &readers);
+        let (mut fetched, mut most, mut asked) = (Vec::new(), 0, 0);
+        for (at, worker) in (1..=200_u64).flat_map(|at| (0..8).map(move |worker| (at, worker))) {
+            if let Some(ask) = walks.observe(InodeId(worker * 10_000 + at)) {
+                let files = (ask.after.0 + 1..).take(ask.files).map(|ino| (InodeId(ino), SIZE));
+                let taken = walks.answer(ask, files);
+                fetched.extend((ask.after.0 + 1..).take(taken));
+                asked += 1;
+            }
+            most = most.max(walks.walks.iter().map(Walk::bytes).sum());
+        }
+        assert!((settings.shared_bytes / 2..=settings.shared_bytes).contains(&most), "{most}");
+        let count = fetched.len();
+        fetched.sort_unstable();
+        fetched.dedup();
+        assert_eq!(fetched.len(), count, "each file once");
+        assert!(count > 8 * 180 && asked < 8 * 100, "{count} files, {asked} times asked");
+
+        // What seven of them left holds the last one up for a while only.
+        for at in 201..=900 {
+            if let Some(ask) = walks.observe(InodeId(at)) {
+                walks.answer(ask, (ask.after.0 + 1..).take(ask.files).map(|ino| (InodeId(ino), SIZE)));
+            }
+        }
+        let last = walks.walks.last().map(Walk::bytes);
+        assert!(last > Some(settings.shared_bytes / 2), "{last:?}");
+        assert_eq!(readers.count.load(std::sync::atomic::Ordering::Relaxed), 1);
+    }
+
     #[test]
     fn nobody_is_served_who_does_not_want_it() {
-        let mut walks = Walks::new(0);
+        let mut walks = walks(0);
         assert!((1..100).all(|ino| walks.observe(InodeId(ino)).is_none()));
     }
 }

@@ -79,6 +79,35 @@ fn files_in_order_are_served_ahead_and_fetched_once() {
     });
 }
 
+/// Promise: so much is read ahead of all who read files in order as memory holds until they come. Workers of a loader had sixty-four
+/// files each brought in, which evicted each other, and were fetched again.
+#[test]
+fn files_of_many_readers_are_fetched_once_with_little_memory() {
+    const WORKERS: u64 = 8;
+    const EACH: u64 = 30;
+    const SIZE: u64 = 512 << 10;
+    run(async {
+        let mut fixture = Fixture::new(Bucket::in_memory());
+        fixture.cache.memory_bytes = 32 << 20;
+        fixture.prefetch.shared_bytes = fixture.cache.memory_bytes / 2;
+        for (worker, number) in (0..WORKERS).flat_map(|worker| (0..EACH).map(move |number| (worker, number)))
+        {
+            let key = ObjectKey::new(format!("d{worker}/{number:02}"));
+            fixture.bucket.put(&key, pattern(number, 0..SIZE), Condition::Always).await.expect("put");
+        }
+        let volume = fixture.open().await;
+        for (number, worker) in (0..EACH).flat_map(|number| (0..WORKERS).map(move |worker| (number, worker)))
+        {
+            let file = open(&volume, &format!("d{worker}/{number:02}"), READ).await;
+            assert!(file.read(0, 1 << 20).await.expect("read") == pattern(number, 0..SIZE));
+            file.release().await.expect("release");
+            // As what is read ahead comes while a worker decodes.
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        gets(&fixture, WORKERS * EACH).await;
+    });
+}
+
 /// Promise: files that are read in no order are fetched when they are read, and no others.
 #[test]
 fn files_in_no_order_bring_no_others() {

@@ -40,12 +40,15 @@ impl Volume {
         let Some(ask) = self.walks.lock().observe(ino) else { return };
         let volume = self.clone();
         self.tasks.spawn("files-ahead", async move {
-            let files = volume.store.tree.files_after(ask.after, ask.files).await.unwrap_or_else(|error| {
-                tracing::debug!(%error, "could not look ahead");
-                Vec::new()
-            });
-            let files: Vec<_> = files.into_iter().filter(|(_, layout)| layout.size() <= SMALL_FILE).collect();
-            volume.walks.lock().answer(ask, files.iter().map(|(ino, _)| *ino));
+            let mut files =
+                volume.store.tree.files_after(ask.after, ask.files).await.unwrap_or_else(|error| {
+                    tracing::debug!(%error, "could not look ahead");
+                    Vec::new()
+                });
+            files.retain(|(_, layout)| layout.size() <= SMALL_FILE);
+            let sizes = files.iter().map(|(ino, layout)| (*ino, layout.size()));
+            let taken = volume.walks.lock().answer(ask, sizes);
+            files.truncate(taken);
             let fetch = &volume.store.fetch;
             let keys = files.iter().flat_map(|(_, layout)| fetch.keys(layout, 0..layout.size()));
             let bring = async |key: BlockKey| {
