@@ -66,6 +66,12 @@ pub trait Blocks: Send + Sync + std::fmt::Debug {
     /// A copy on disk stays.
     fn spend(&self, key: &BlockKey);
 
+    /// What there may be of blocks that are filled, be they pinned.
+    fn ceiling(&self, pin: bool) -> Ceiling;
+
+    /// Bytes of that which a block takes.
+    fn cost(&self, key: &BlockKey) -> u64;
+
     /// What happened since the cache was opened, and what it holds now.
     fn counters(&self) -> Counters;
 }
@@ -83,6 +89,17 @@ impl std::ops::AddAssign for Unpinned {
     fn add_assign(&mut self, other: Self) {
         (self.blocks, self.bytes) = (self.blocks + other.blocks, self.bytes + other.bytes);
     }
+}
+
+/// How much a cache can hold of what is filled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ceiling {
+    /// Bytes on this host.
+    pub bytes: u64,
+    /// Hosts that take even shares of what is filled, as far as they are known: this one, and those that it shares blocks with.
+    pub hosts: u64,
+    /// Whether they lie on disk, else in memory.
+    pub on_disk: bool,
 }
 
 /// Where a filled block came from.

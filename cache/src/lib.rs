@@ -18,7 +18,7 @@ pub mod node;
 pub mod warm;
 
 pub use block::pieces;
-pub use blocks::{Blocks, Counters, Filled, Residency, Unpinned};
+pub use blocks::{Blocks, Ceiling, Counters, Filled, Residency, Unpinned};
 pub use node::Node;
 pub use peers::PeerSettings;
 pub use settings::CacheSettings;

@@ -22,7 +22,7 @@ use crate::peers::{Local, Peers, serve};
 use crate::room::Room;
 use crate::tier::disk::DiskTier;
 use crate::tier::memory::MemoryTier;
-use crate::{Blocks, CacheSettings, Counters, Filled, Residency, Unpinned};
+use crate::{Blocks, CacheSettings, Ceiling, Counters, Filled, Residency, Unpinned};
 
 /// Longer than the origin's own deadline, so that only a hung disk is not waited for.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(60);
@@ -322,6 +322,22 @@ impl Blocks for Node {
 
     fn spend(&self, key: &BlockKey) {
         self.sources.memory.spend(BlockId::of(key), key.len());
+    }
+
+    fn ceiling(&self, pin: bool) -> Ceiling {
+        let peers = self.sources.peers.get().filter(|peers| !peers.keeps());
+        let hosts = 1 + peers.map_or(0, |peers| peers.others());
+        match &self.sources.disk {
+            Some(disk) => Ceiling { bytes: disk.ceiling(pin), hosts, on_disk: true },
+            None => Ceiling { bytes: self.sources.memory.ceiling(), hosts, on_disk: false },
+        }
+    }
+
+    fn cost(&self, key: &BlockKey) -> u64 {
+        match &self.sources.disk {
+            Some(_) => DiskTier::cost(key),
+            None => MemoryTier::cost(key),
+        }
     }
 
     fn counters(&self) -> Counters {

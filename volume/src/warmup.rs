@@ -3,6 +3,8 @@
 //! Nothing is kept between runs: what is in the cache already is counted as such and not fetched again, so a warmup
 //! that was killed goes on where it was by being started again.
 
+mod fits;
+
 use std::collections::HashSet;
 
 pub use forebay_cache::Unpinned;
@@ -83,7 +85,8 @@ impl Outcome {
 /// Warms what `request` names. `progress` hears after every block; `cancel` is heard throughout.
 ///
 /// # Errors
-/// `NotFound` when a path does not exist; `Unavailable` when the tree cannot be read. Blocks that cannot be brought
+/// `NotFound` when a path does not exist; `Unavailable` when the tree cannot be read; `NoSpace`, before anything is fetched, when it is
+/// more than the cache can hold. Blocks that cannot be brought
 /// in are no error: the outcome names them.
 pub async fn warmup(
     volume: &Volume,
@@ -97,6 +100,7 @@ pub async fn warmup(
     if request.dry_run {
         return dry_run(volume, request, outcome, cancel).await;
     }
+    fits::check(volume, request, &outcome.progress, cancel).await?;
     let fill = Fill { concurrency: request.concurrency, pin: request.pin };
     let mut walked: Result<()> = Ok(());
     let keys = until_error(blocks(volume, &request.paths), &mut walked);

@@ -162,6 +162,11 @@ impl Peers {
         })
     }
 
+    /// Hosts beside this one, as far as they are known.
+    pub(crate) fn others(&self) -> u64 {
+        self.members.count().0
+    }
+
     /// Whether what comes from others is kept on this host's disk.
     pub(crate) fn keeps(&self) -> bool {
         self.settings.keep

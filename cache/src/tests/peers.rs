@@ -227,6 +227,7 @@ async fn one_host_warms_and_pins_for_all_and_all_tell_where_it_lies() {
     let cluster = Cluster::new(World::new(), 3, true, |_| {}).await;
     let blobs = data(&cluster.world, "a").await;
     let keys = keys(&blobs);
+    assert_eq!(cluster.nodes[0].ceiling(true).hosts, 3);
     for key in &keys {
         cluster.nodes[0].fill(key, true).await.expect("filled");
     }

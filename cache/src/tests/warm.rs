@@ -10,7 +10,7 @@ use forebay_io::task::Stop;
 use futures::stream;
 
 use super::support::World;
-use crate::{Blocks, Counters, Fill, Filled, Proof, Residency, Unpinned, fill_many, prove};
+use crate::{Blocks, Ceiling, Counters, Fill, Filled, Proof, Residency, Unpinned, fill_many, prove};
 
 const FILL: Fill = Fill { concurrency: 4, pin: false };
 
@@ -104,6 +104,12 @@ impl Blocks for Evicts {
     }
     fn insert(&self, _: &BlockKey, _: Bytes) {}
     fn spend(&self, _: &BlockKey) {}
+    fn ceiling(&self, _: bool) -> Ceiling {
+        Ceiling { bytes: 0, hosts: 1, on_disk: true }
+    }
+    fn cost(&self, key: &BlockKey) -> u64 {
+        key.len()
+    }
     fn counters(&self) -> Counters {
         Counters::default()
     }

@@ -26,7 +26,7 @@ use crate::flight::{Flights, Role, Ticket};
 use crate::room::{Place, Room};
 use crate::tier::directory::Directory;
 use crate::tier::file::{self, ReadError};
-use crate::tier::index::{Full, Index, Slot};
+use crate::tier::index::{self, Full, Index, Slot};
 use crate::tier::reader::Reader;
 use crate::tier::stalls::Stalls;
 use crate::{CacheSettings, Counters, Residency, Unpinned};
@@ -317,6 +317,16 @@ impl DiskTier {
         };
         let _runtime = self.runtime.enter();
         self.tasks.spawn("offer", write);
+    }
+
+    /// The ceiling that was set, of all blocks or of those that are pinned.
+    pub(crate) fn ceiling(&self, pin: bool) -> u64 {
+        self.index.lock().ceiling(pin)
+    }
+
+    /// What a block takes of it.
+    pub(crate) fn cost(key: &BlockKey) -> u64 {
+        index::cost(file::size(key))
     }
 
     /// Refuses a pin that would not fit now.

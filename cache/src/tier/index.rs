@@ -28,8 +28,13 @@ pub(crate) struct Slot {
 impl Slot {
     /// Bytes that the file takes on disk.
     pub(crate) fn cost(&self) -> u64 {
-        u64::from(self.size).next_multiple_of(PAGE)
+        cost(self.size)
     }
+}
+
+/// Bytes that a file of `size` bytes takes on disk.
+pub(crate) fn cost(size: u32) -> u64 {
+    u64::from(size).next_multiple_of(PAGE)
 }
 
 /// Why there is no room for a block.
@@ -224,6 +229,11 @@ impl Index {
     pub(crate) fn pinned_slots(&self) -> Vec<Slot> {
         let pinned = self.entries.iter().filter(|(_, entry)| entry.pinned);
         pinned.map(|(id, entry)| entry.slot(*id)).collect()
+    }
+
+    /// What was set, of all blocks or of those that are pinned.
+    pub(crate) fn ceiling(&self, pin: bool) -> u64 {
+        if pin { self.pin_ceiling } else { self.limit }
     }
 
     pub(crate) fn used(&self) -> u64 {

@@ -5,6 +5,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use forebay_core::BlockKey;
 use foyer::{Cache, CacheBuilder, Event, EventListener, S3FifoConfig};
 use parking_lot::Mutex;
 
@@ -64,6 +65,15 @@ impl MemoryTier {
             .with_event_listener(evictions.clone())
             .build();
         Self { cache, largest: ceiling / shards, spent, evictions }
+    }
+
+    pub(crate) fn ceiling(&self) -> u64 {
+        self.cache.capacity() as u64
+    }
+
+    /// What a block takes of it.
+    pub(crate) fn cost(key: &BlockKey) -> u64 {
+        key.len() + OVERHEAD as u64
     }
 
     pub(crate) fn get(&self, id: &BlockId) -> Option<Block> {

@@ -6,10 +6,11 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use forebay_cache::{Blocks, Counters, Filled, Node, Residency, Unpinned};
+use forebay_cache::{Blocks, Ceiling, Counters, Filled, Node, Residency, Unpinned};
 use forebay_core::units::MIB;
-use forebay_core::{BlockKey, InodeId, ObjectKey, Result};
-use forebay_io::object::{Bucket, Condition};
+use forebay_core::{BlockKey, ErrorKind, InodeId, ObjectKey, Result};
+use forebay_io::object::{Bucket, Condition, OperationKind};
+use forebay_metadata::tree::resolve;
 use tokio_util::sync::CancellationToken;
 
 use super::support::{Fixture, READ, create, open, pattern, run};
@@ -60,12 +61,63 @@ fn a_warmup_fetches_once_and_proves() {
 fn a_cache_too_small_is_reported_with_what_is_missing() {
     run(async {
         let mut fixture = filled().await;
-        fixture.cache.memory_bytes = 2 * MIB;
+        fixture.cache.memory_bytes = 10 * MIB;
         let volume = fixture.open().await;
-        let outcome = warm(&volume, &all()).await;
+        let outcome = warm_while(&volume, async || {
+            let file = create(&volume, "larger").await;
+            file.write(0, pattern(98, 0..8 * MIB)).await.expect("write");
+            file.release().await.expect("release");
+        });
+        let outcome = outcome.await;
         assert!(!outcome.is_complete());
-        assert!(outcome.missing.iter().any(|name| name.starts_with("large bytes ")), "{:?}", outcome.missing);
+        assert!(outcome.missing.iter().any(|name| name.starts_with("large")), "{:?}", outcome.missing);
         assert_eq!(outcome.proved + outcome.missing_blocks, outcome.blocks);
+    });
+}
+
+/// Why `request` is refused, of which nothing may be fetched then.
+async fn refusal(fixture: &Fixture, volume: &crate::Volume, request: &Request) -> String {
+    let before = fixture.bucket.counters().of(OperationKind::Get).requests;
+    let refused = warmup(volume, request, |_| {}, &CancellationToken::new()).await.expect_err("too much");
+    assert_eq!(refused.kind(), ErrorKind::NoSpace, "{refused}");
+    assert_eq!(fixture.bucket.counters().of(OperationKind::Get).requests, before, "nothing was fetched");
+    refused.to_string()
+}
+
+/// Promise: what the cache cannot hold is refused before any of it is fetched. All of it was, in vain, and evicted what others read.
+#[test]
+fn what_the_cache_cannot_hold_is_refused_before_it_is_fetched() {
+    run(async {
+        let (mut fixture, folder) = (filled().await, tempfile::tempdir().expect("scratch"));
+        fixture.cache.directory = Some(folder.path().to_owned());
+        (fixture.cache.disk_bytes, fixture.cache.pin_bytes) = (Some(16 * MIB), Some(8 * MIB));
+        let volume = fixture.open().await;
+        let pin = Request { pin: true, ..all() };
+        let told = refusal(&fixture, &volume, &pin).await;
+        assert!(told.starts_with("9.") && told.contains("the cache may pin 8.00 MiB"), "{told}");
+        // Each of its blocks counts once.
+        let twice = Request { paths: vec![String::new(), "large".to_owned()], ..all() };
+        assert!(warm(&volume, &twice).await.is_complete());
+        let huge = pattern(97, 0..8 * MIB);
+        fixture.bucket.put(&ObjectKey::new("d0/huge"), huge, Condition::Always).await.expect("put");
+        let directory = resolve(&**volume.tree(), "d0").await.expect("found").ino;
+        volume.tree().refresh(directory).await.expect("a listing");
+        let told = refusal(&fixture, &volume, &all()).await;
+        assert!(told.starts_with("17.") && told.contains("the cache holds 16.0 MiB"), "{told}");
+        let dry = Request { dry_run: true, ..all() };
+        assert_eq!(warm(&volume, &dry).await.missing_blocks, 2, "a plan is none the less made");
+    });
+}
+
+#[test]
+fn small_files_are_refused_by_what_they_take_on_disk() {
+    run(async {
+        let (mut fixture, folder) = (many(4_200).await, tempfile::tempdir().expect("scratch"));
+        fixture.cache.directory = Some(folder.path().to_owned());
+        fixture.cache.disk_bytes = Some(16 * MIB);
+        let volume = fixture.open().await;
+        let told = refusal(&fixture, &volume, &all()).await;
+        assert!(told.starts_with("16.4 MiB are to be warmed, with 4 KiB a block"), "{told}");
     });
 }
 
@@ -142,6 +194,12 @@ impl Blocks for StopsAtProof {
     }
     fn spend(&self, key: &BlockKey) {
         self.blocks.spend(key);
+    }
+    fn ceiling(&self, pin: bool) -> Ceiling {
+        self.blocks.ceiling(pin)
+    }
+    fn cost(&self, key: &BlockKey) -> u64 {
+        self.blocks.cost(key)
     }
     fn counters(&self) -> Counters {
         self.blocks.counters()
