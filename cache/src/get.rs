@@ -10,6 +10,7 @@ use crate::block::{Block, BlockId};
 use crate::flight::{Flights, Role, Ticket};
 use crate::origin::Origin;
 use crate::peers::{Asked, Peers};
+use crate::room::Place;
 use crate::tier::disk::DiskTier;
 use crate::tier::memory::MemoryTier;
 
@@ -19,11 +20,26 @@ pub(crate) struct Sources {
     pub(crate) memory: MemoryTier,
     pub(crate) disk: Option<Arc<DiskTier>>,
     pub(crate) origin: Origin,
-    pub(crate) flights: Flights<(Block, Filled)>,
+    pub(crate) flights: Flights<Brought>,
     /// Set once other hosts share their blocks.
     pub(crate) peers: OnceLock<Arc<Peers>>,
     /// What a flight does where no peer is to be asked, so that these join it as well; unused without peers.
-    pub(crate) shared_flights: Flights<(Block, Filled)>,
+    pub(crate) shared_flights: Flights<Brought>,
+}
+
+/// A block, and where it came from.
+#[derive(Debug, Clone)]
+pub(crate) struct Brought {
+    pub(crate) block: Block,
+    pub(crate) filled: Filled,
+    /// What it takes of the bytes on their way from the origin, still, where the caller writes it to disk.
+    pub(crate) place: Option<Arc<Place>>,
+}
+
+impl Brought {
+    fn new(block: Block, filled: Filled) -> Self {
+        Self { block, filled, place: None }
+    }
 }
 
 /// Who writes what the origin gave to disk.
@@ -36,10 +52,10 @@ pub(crate) enum Keep {
 }
 
 /// A whole block from the nearest source, and whether this call led the way there.
-pub(crate) async fn get(sources: &Arc<Sources>, key: &BlockKey, keep: Keep) -> Result<(Block, Filled, Role)> {
+pub(crate) async fn get(sources: &Arc<Sources>, key: &BlockKey, keep: Keep) -> Result<(Brought, Role)> {
     let id = BlockId::of(key);
     if let Some(block) = sources.memory.get(&id) {
-        return Ok((block, Filled::Memory, Role::Led));
+        return Ok((Brought::new(block, Filled::Memory), Role::Led));
     }
     let (own, key) = (sources.clone(), key.clone());
     let flight = move |ticket: Arc<Ticket<_>>| async move {
@@ -55,17 +71,16 @@ pub(crate) async fn get(sources: &Arc<Sources>, key: &BlockKey, keep: Keep) -> R
                 disk.offer(&key, &block);
             }
             receipt.send(own.memory.contains(&id));
-            return Ok((block, Filled::Peer { bytes: key.len() }));
+            return Ok(Brought::new(block, Filled::Peer { bytes: key.len() }));
         }
         let began = Clock::system().now();
-        let (block, filled, _) = ticket.wait(get_for_all(&own, &key, keep)).await??;
+        let (brought, _) = ticket.wait(get_for_all(&own, &key, keep)).await??;
         if let Asked::Refused(refusal) = asked {
             refusal.weigh(Clock::system().now().since(began));
         }
-        Ok((block, filled))
+        Ok(brought)
     };
-    let ((block, filled), role) = sources.flights.join(id, flight).await?;
-    Ok((block, filled, role))
+    sources.flights.join(id, flight).await
 }
 
 /// The same of what this host has or is to have, for its own readers and for peers: none of them is asked, so that nobody
@@ -74,15 +89,14 @@ pub(crate) async fn get_for_all(
     sources: &Arc<Sources>,
     key: &BlockKey,
     keep: Keep,
-) -> Result<(Block, Filled, Role)> {
+) -> Result<(Brought, Role)> {
     let id = BlockId::of(key);
     if let Some(block) = sources.memory.get(&id) {
-        return Ok((block, Filled::Memory, Role::Led));
+        return Ok((Brought::new(block, Filled::Memory), Role::Led));
     }
     let (own, key) = (sources.clone(), key.clone());
     let flight = move |ticket: Arc<Ticket<_>>| async move { get_here(&own, &key, keep, &ticket).await };
-    let ((block, filled), role) = sources.shared_flights.join(id, flight).await?;
-    Ok((block, filled, role))
+    sources.shared_flights.join(id, flight).await
 }
 
 /// A block that is in memory or on disk, for hosts that others referred here.
@@ -95,29 +109,25 @@ pub(crate) async fn get_at_hand(sources: &Sources, key: &BlockKey) -> Option<Blo
     disk.read(key, place).await
 }
 
-async fn get_here(
-    own: &Sources,
-    key: &BlockKey,
-    keep: Keep,
-    ticket: &Ticket<(Block, Filled)>,
-) -> Result<(Block, Filled)> {
+async fn get_here(own: &Sources, key: &BlockKey, keep: Keep, ticket: &Ticket<Brought>) -> Result<Brought> {
     let id = BlockId::of(key);
     // An earlier flight may have landed between the miss and this flight's start.
     if let Some(block) = own.memory.get(&id) {
-        return Ok((block, Filled::Memory));
+        return Ok(Brought::new(block, Filled::Memory));
     }
     if let Some(disk) = own.disk.as_ref().filter(|disk| disk.peek(key).is_some())
         && let Some(place) = ticket.wait(disk.admit(key)).await?
         && let Some(block) = disk.read(key, place).await
     {
         own.memory.insert(id, block.clone());
-        return Ok((block, Filled::Disk));
+        return Ok(Brought::new(block, Filled::Disk));
     }
-    let permit = ticket.wait(own.origin.admit(key)).await?;
-    let block = own.origin.fetch(key, permit).await?;
+    let place = ticket.wait(own.origin.admit(key)).await?;
+    let block = own.origin.fetch(key, &place).await?;
     own.memory.insert(id, block.clone());
     if let Some(disk) = own.disk.as_ref().filter(|_| keep == Keep::Behind) {
         disk.offer(key, &block);
     }
-    Ok((block, Filled::Origin { bytes: key.len() }))
+    let place = (keep == Keep::Caller).then(|| Arc::new(place));
+    Ok(Brought { block, filled: Filled::Origin { bytes: key.len() }, place })
 }

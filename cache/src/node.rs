@@ -16,7 +16,7 @@ use tokio::sync::oneshot;
 
 use crate::block::{Block, BlockId, check_within};
 use crate::flight::{Flights, Role};
-use crate::get::{Keep, Sources, get, get_at_hand, get_for_all};
+use crate::get::{Brought, Keep, Sources, get, get_at_hand, get_for_all};
 use crate::origin::Origin;
 use crate::peers::{Local, Peers, serve};
 use crate::room::Room;
@@ -34,6 +34,8 @@ const STATS: usize = 8;
 #[derive(Debug)]
 pub struct Node {
     sources: Arc<Sources>,
+    /// Blocks that are brought to the disk, from before they are fetched until they are written.
+    fills: Room,
     tasks: TaskGroup,
     memory_hits: AtomicU64,
     joined: AtomicU64,
@@ -63,7 +65,14 @@ impl Node {
             peers: OnceLock::new(),
             shared_flights: Flights::new("fetch for all", tasks.clone()),
         });
-        Ok(Arc::new(Self { sources, tasks, memory_hits: AtomicU64::new(0), joined: AtomicU64::new(0) }))
+        let fills = Room::new(settings.fill_bytes(), settings.fills());
+        Ok(Arc::new(Self {
+            sources,
+            fills,
+            tasks,
+            memory_hits: AtomicU64::new(0),
+            joined: AtomicU64::new(0),
+        }))
     }
 
     /// Begins to share blocks of `volume` with the hosts that the settings name, if any; returns once it is known which of
@@ -148,23 +157,28 @@ impl Node {
                 let error = Error::new(ErrorKind::Unsupported, "a cache in memory only cannot pin");
                 return Err(error.with_hint("give the cache a directory"));
             }
-            let (_, filled) = self.block(key, Keep::Behind, through).await?;
+            let Brought { filled, .. } = self.block(key, Keep::Behind, through).await?;
             self.sources.memory.touch(&BlockId::of(key));
             return Ok(filled);
         };
         let what = if pin { "pin" } else { "fill" };
-        // Before the fetch, so that a disk that hangs costs no egress.
-        disk.expect_answers().map_err(|error| error.context(format_args!("{what} of {key}")))?;
+        let expect_answers =
+            || disk.expect_answers().map_err(|error| error.context(format_args!("{what} of {key}")));
+        expect_answers()?;
         if let Some(slot) = disk.peek(key)
             && (!pin || slot.pinned || disk.set_pinned(slot, true).await?)
         {
             return Ok(Filled::Disk);
         }
+        // A disk slower than the origin holds up fills, and leaves readers a part of what may be on its way.
+        let _turn = self.fills.enter(key.len()).await;
+        // Before the fetch, so that a disk that hangs costs no egress, nor a full share of pins.
+        expect_answers()?;
         if pin {
-            // Before the fetch, so that a full share of pins costs no egress.
             disk.check_pin(key).map_err(|error| error.context(format_args!("pin of {key}")))?;
         }
-        let (block, filled) = self.block(key, Keep::Caller, through).await?;
+        let Brought { block, filled, place } = self.block(key, Keep::Caller, through).await?;
+        let _place = place.filter(|_| self.fills.is_smaller(self.sources.origin.room()));
         match disk.ensure(key, &block, pin).await {
             Err(error) if pin || error.kind() == ErrorKind::Unavailable => {
                 Err(error.context(format_args!("{what} of {key}")))
@@ -175,24 +189,27 @@ impl Node {
     }
 
     /// A block and where it came from, counted.
-    async fn block(&self, key: &BlockKey, keep: Keep, through: Through) -> Result<(Block, Filled)> {
-        let (block, filled, role) = match through {
+    async fn block(&self, key: &BlockKey, keep: Keep, through: Through) -> Result<Brought> {
+        let (mut brought, role) = match through {
             Through::Peers => get(&self.sources, key, keep).await?,
             Through::Nobody => get_for_all(&self.sources, key, keep).await?,
         };
-        match (filled, role) {
+        match (brought.filled, role) {
             (_, Role::Joined) => self.joined.fetch_add(1, Relaxed),
             (Filled::Memory, Role::Led) => self.memory_hits.fetch_add(1, Relaxed),
             _ => 0,
         };
-        Ok((block, if role == Role::Joined { Filled::Memory } else { filled }))
+        if role == Role::Joined {
+            brought.filled = Filled::Memory;
+        }
+        Ok(brought)
     }
 }
 
 #[async_trait]
 impl Local for Node {
     async fn block_here(&self, key: &BlockKey) -> Result<Block> {
-        get_for_all(&self.sources, key, Keep::Behind).await.map(|(block, ..)| block)
+        get_for_all(&self.sources, key, Keep::Behind).await.map(|(brought, _)| brought.block)
     }
 
     async fn block_at_hand(&self, key: &BlockKey) -> Option<Block> {
@@ -242,7 +259,7 @@ impl Blocks for Node {
         if within.is_empty() {
             return Ok(Bytes::new());
         }
-        let (block, _) = self.block(key, Keep::Behind, Through::Peers).await?;
+        let Brought { block, .. } = self.block(key, Keep::Behind, Through::Peers).await?;
         block.slice(key, within)
     }
 

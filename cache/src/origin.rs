@@ -44,6 +44,11 @@ impl Origin {
         &self.buffers
     }
 
+    /// Bytes on their way from the bucket, and requests.
+    pub(crate) fn room(&self) -> &Room {
+        &self.room
+    }
+
     /// Waits until the block may be fetched.
     pub(crate) async fn admit(&self, key: &BlockKey) -> Place {
         self.room.enter(key.len()).await
@@ -54,7 +59,7 @@ impl Origin {
     /// # Errors
     /// `Stale` when the object has another version or length now, or is gone; what the bucket says otherwise.
     /// `NotFound` is for staged blobs alone, which may not have come to the bucket yet.
-    pub(crate) async fn fetch(&self, key: &BlockKey, _place: Place) -> Result<Block> {
+    pub(crate) async fn fetch(&self, key: &BlockKey, _place: &Place) -> Result<Block> {
         self.requests.fetch_add(1, Relaxed);
         match self.request(key).await {
             Ok(bytes) => {

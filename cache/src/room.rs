@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use forebay_core::BLOCK_SIZE;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// What one permit of the semaphore stands for, so that 4 TiB fit its counters.
@@ -40,6 +41,11 @@ impl Room {
     /// A place, if one is free.
     pub(crate) fn try_enter(&self, bytes: u64) -> Option<Place> {
         self.semaphore.clone().try_acquire_many_owned(self.cost(bytes)).ok()
+    }
+
+    /// Whether all that it holds leaves a place in `other`, for bytes and for who carries them.
+    pub(crate) fn is_smaller(&self, other: &Self) -> bool {
+        self.permits + other.cost(BLOCK_SIZE) <= other.permits
     }
 
     /// Whether half of it is free or more.

@@ -95,6 +95,17 @@ impl CacheSettings {
         (self.fetch_bytes - self.disk_read_bytes()).saturating_sub(3 * self.peer_bytes()).max(BLOCK_SIZE)
     }
 
+    /// Bytes of blocks that are brought to the disk, from before they are fetched until they are written: they keep their place among
+    /// those on their way from the origin, of which a quarter is left to readers where that is a block.
+    pub(crate) fn fill_bytes(&self) -> u64 {
+        (self.origin_bytes() / 4 * 3).max(BLOCK_SIZE)
+    }
+
+    /// The same in requests.
+    pub(crate) fn fills(&self) -> u32 {
+        (self.fetches / 4 * 3).max(1)
+    }
+
     /// Refuses settings that cannot work.
     pub(crate) fn validate(&self) -> Result<()> {
         if self.fetches == 0 {

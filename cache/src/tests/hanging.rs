@@ -183,3 +183,25 @@ async fn a_disk_that_hangs_ends_a_change_of_pins() {
         tokio::time::timeout(Duration::from_secs(10), again).await.expect("it works again");
     }
 }
+
+/// Blocks that a warmup had fetched waited for a slow disk outside of all ceilings, as many as `--jobs` said.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_warmup_fetched_keeps_its_place_until_it_is_written() {
+    let (world, directory) = (World::new(), temporary());
+    let (huge, other) = (world.put("huge", 160 * MIB).await, world.put("other", 4 * MIB).await);
+    let node = world.open(CacheSettings { memory_bytes: 0, ..settings(directory.path(), 256 * MIB) }).await;
+    let (cancel, warm) = (Stop::new(), Fill { concurrency: 40, pin: false });
+    let mut filling = Box::pin(fill_many(&*node, stream::iter(huge.keys()), warm, |_| (), &cancel));
+    while_no_block_is_taken(&node, async {
+        let late = tokio::time::timeout(Duration::from_millis(500), &mut filling).await;
+        assert!(late.is_err(), "nothing is written");
+        // Of 48 MiB for blocks on their way from the origin three quarters.
+        assert_eq!(world.gets(), 9);
+        // Readers have the rest.
+        other.check_all(&*node).await;
+    });
+    let report = filling.await;
+    assert_eq!((report.total.from_origin, report.total.failed, world.gets()), (40, 0, 41), "{report:?}");
+    wait_until_all_is_done(&node).await;
+    assert_eq!(node.counters().disk_writes, 41);
+}
