@@ -1,6 +1,5 @@
 //! What is said with one mount over one stream.
 
-use std::any::Any;
 use std::panic::AssertUnwindSafe;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
@@ -10,14 +9,13 @@ use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::net::secure::Stream;
 use forebay_io::task::{Stop, TaskGroup};
-use futures::FutureExt;
 use tokio::io::AsyncWriteExt;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::{Duration, Instant, Sleep, sleep, timeout};
 
 use super::messages::Messages;
 use super::serve::{BEAT, QUEUE, SILENCE};
-use super::session::{Outcome, Session};
+use super::session::{Outcome, Session, panicked};
 use super::wire::{Request, ToGuest, ToServer, append, encode, time_for};
 
 /// Requests of one mount that wait for something at once; further ones wait in its stream.
@@ -163,19 +161,16 @@ impl Conversation {
     fn take(&mut self, id: u64, oldest: u64, request: Request) -> Result<Option<Heard>> {
         // Who asks is told of a panic, and the others of its requests go on.
         let at_hand = std::panic::catch_unwind(AssertUnwindSafe(|| self.session.answer_now(&request)));
-        if let Some(outcome) = at_hand.unwrap_or_else(panicked) {
+        if let Some(outcome) = at_hand.unwrap_or_else(|panic| Some(Err(panicked(panic).into()))) {
             answer(id, outcome, &mut self.leaving)?;
             return Ok(None);
         }
         let session = self.session.clone();
-        let mut answering = Box::pin(async move {
-            let answering = AssertUnwindSafe(session.answer(id, oldest, request)).catch_unwind();
-            answering.await.unwrap_or_else(panicked)
-        });
+        let mut answering = Box::pin(async move { session.answer(id, oldest, request).await });
         let mut here = std::task::Context::from_waker(std::task::Waker::noop());
         match answering.as_mut().poll(&mut here) {
             Poll::Ready(Some(outcome)) => answer(id, outcome, &mut self.leaving)?,
-            // Another process has the tree: its mount is to look for that.
+            // Another process may have the tree: its mount is to look for that, and asks again where none has.
             Poll::Ready(None) => return Ok(Some(Heard::Cut)),
             Poll::Pending => {
                 let place = self.places.clone().try_acquire_owned();
@@ -236,10 +231,6 @@ impl Conversation {
         self.beat.as_mut().reset(Instant::now() + BEAT);
         Ok(goes_on)
     }
-}
-
-fn panicked(_: Box<dyn Any + Send>) -> Option<Outcome> {
-    Some(Err(Error::bug("what was asked for panicked").into()))
 }
 
 /// Has an answer leave; the reason where it is too long for that.

@@ -30,6 +30,8 @@ use crate::tree::OutsideChange;
 const PAUSE: Duration = Duration::from_millis(250);
 /// The same when it was looked for many times.
 const LONG_PAUSE: Duration = Duration::from_secs(2);
+/// Who was let in for less than this looks again after a pause alone: what cut it off may do so each time.
+const SHORT_STAY: Duration = Duration::from_secs(1);
 /// Messages on their way: more than there are calls that wait.
 const QUEUE: usize = 1 << 20;
 
@@ -260,9 +262,12 @@ impl Link {
                     Ok((ways, welcome, address)) => {
                         misses = 0;
                         server = Some(welcome.server);
+                        let came = Instant::now();
                         this.stay(ways, address, &*listener, &tasks).await;
                         tracing::warn!(%address, "the process that serves the tree was lost: looking for it");
-                        continue;
+                        if came.elapsed() >= SHORT_STAY {
+                            continue;
+                        }
                     }
                     Err(error) => {
                         misses += 1;

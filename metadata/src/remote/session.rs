@@ -1,11 +1,14 @@
 //! One mount that is served here: what it asks for, done in its name.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, InodeId, Result};
+use futures::FutureExt;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -81,6 +84,11 @@ impl Answers {
         answers.insert(id, kept);
         Begun::Now(told)
     }
+
+    /// Takes a request back that was begun, and of which nothing was done: asked for again, it is made.
+    fn take_back(&self, id: u64) {
+        self.0.lock().1.remove(&id);
+    }
 }
 
 impl Session {
@@ -124,36 +132,50 @@ impl Session {
 
     /// The answer to a request, which is done once, however often it is asked for.
     ///
-    /// None where this process lost the volume, and knows nothing any more.
+    /// None where this process may not act now, so that what it says may be untrue: another one may have the tree. Once it may
+    /// again, its mount asks again.
     pub(super) async fn answer(&self, id: u64, oldest: u64, request: Request) -> Option<Outcome> {
-        if request.twice() == Twice::Looks {
-            return self.outcome(request).await;
-        }
-        Some(match self.answers.begin(id, oldest) {
-            Begun::Never => Err(Error::bug("an answer that had arrived is asked for again").into()),
-            Begun::Now(told) => {
-                let outcome = self.outcome(request).await?;
-                told.send_replace(Some(outcome.clone()));
-                outcome
-            }
-            Begun::Before(mut kept) => {
-                // None where it was given up, as this process lost the volume.
-                let answered = kept.wait_for(Option::is_some).await;
-                answered.ok().and_then(|answer| answer.clone())?
-            }
-        })
-    }
-
-    async fn outcome(&self, request: Request) -> Option<Outcome> {
         self.interest.lock().ask(&request);
-        // What a process says that may not act any more may be untrue: another one may have the tree.
-        self.tree.regain().await.ok()?;
-        let outcome = asking_as(self.number, self.make(request)).await.map_err(Failure::from);
+        let outcome = match request.twice() {
+            Twice::Looks => {
+                self.tree.regain().await.ok()?;
+                self.outcome(request).await
+            }
+            _ => self.outcome_once(id, oldest, request).await?,
+        };
         self.tree.regain().await.ok()?;
         if let Ok(answer) = &outcome {
             self.interest.lock().show(answer);
         }
         Some(outcome)
+    }
+
+    /// What came of a request, now or when it was made before. None where it was not made.
+    async fn outcome_once(&self, id: u64, oldest: u64, request: Request) -> Option<Outcome> {
+        match self.answers.begin(id, oldest) {
+            Begun::Never => Some(Err(Error::bug("an answer that had arrived is asked for again").into())),
+            Begun::Now(told) => {
+                if self.tree.regain().await.is_err() {
+                    self.answers.take_back(id);
+                    return None;
+                }
+                let outcome = self.outcome(request).await;
+                // Kept also where it may not be told now: it was made, and is not to be made twice.
+                told.send_replace(Some(outcome.clone()));
+                Some(outcome)
+            }
+            Begun::Before(mut kept) => {
+                // None where it was taken back.
+                let answered = kept.wait_for(Option::is_some).await;
+                answered.ok().and_then(|answer| answer.clone())
+            }
+        }
+    }
+
+    /// What comes of a request. Who asks is told of a panic, and the others of its requests go on.
+    async fn outcome(&self, request: Request) -> Outcome {
+        let making = AssertUnwindSafe(asking_as(self.number, self.make(request))).catch_unwind();
+        making.await.unwrap_or_else(|panic| Err(panicked(panic))).map_err(Failure::from)
     }
 
     async fn make(&self, request: Request) -> Result<Answer> {
@@ -255,6 +277,11 @@ impl Session {
         self.tree.hold(self.number, &held);
         Ok(gone)
     }
+}
+
+/// What is told of a request that panicked: what it panicked with is in the log.
+pub(super) fn panicked(_: Box<dyn Any + Send>) -> Error {
+    Error::bug("what was asked for panicked")
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! Several mounts at one tree: what one process serves to others, over real connections.
 
+mod troubles;
+
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
