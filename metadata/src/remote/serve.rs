@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{Error, Result};
+use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::net::secure::{Host, Stream};
 use forebay_io::task::{Stop, TaskGroup};
 use parking_lot::Mutex;
@@ -143,6 +143,12 @@ impl Server {
             .for_each(Stop::cancel);
     }
 
+    /// Serves a mount that has come on a stream.
+    #[cfg(test)]
+    pub(crate) async fn serve(&self, stream: Stream) -> Result<()> {
+        self.shared.serve(stream).await
+    }
+
     /// The mounts that are served, by name.
     pub fn guests(&self) -> Vec<Guest> {
         let sessions = self.shared.sessions.lock();
@@ -196,7 +202,6 @@ impl Shared {
         };
         let standing = welcome.standing;
         let Some(session) = session else { return say(&mut messages, &ToGuest::Welcome(welcome)).await };
-        let changes = self.tree.listen_as(session.number());
         // It ends with this one's group, with this connection, or with the next one of its mount.
         let tasks = self.tasks.child("mount");
         let stop = tasks.stop();
@@ -206,19 +211,7 @@ impl Shared {
             ?standing,
             "a mount of another host writes to this volume through this one"
         );
-        say(&mut messages, &ToGuest::Welcome(welcome)).await?;
-        let mut conversation = Conversation::new(
-            session.clone(),
-            messages,
-            self.tasks.clone(),
-            stop.clone(),
-            self.ending.clone(),
-        );
-        let way = conversation.way();
-        tasks.spawn("changes", tell_changes(session.clone(), changes, way.clone(), stop.clone()));
-        tasks.spawn("quotas", tell_of_quotas(self.tree.clone(), way, stop.clone()));
-        let heard = conversation.hold().await;
-        let ended = self.end_of(&session, &mut conversation, heard).await;
+        let ended = self.converse(&session, messages, welcome, &tasks).await;
         stop.cancel();
         let patience = match &ended {
             Ok(Heard::Bye) => Duration::ZERO,
@@ -227,6 +220,27 @@ impl Shared {
         };
         self.disconnect(session.number(), connection, patience);
         ended.map(drop)
+    }
+
+    /// Lets a mount in that is connected, and answers it until its stream ends.
+    async fn converse(
+        &self,
+        session: &Arc<Session>,
+        mut messages: Messages<Stream>,
+        welcome: Welcome,
+        tasks: &TaskGroup,
+    ) -> Result<Heard> {
+        let stop = tasks.stop();
+        // From before it is let in: it takes what it knows for true from then on.
+        let changes = self.tree.listen_as(session.number());
+        say(&mut messages, &ToGuest::Welcome(welcome)).await?;
+        let (answering, ending) = (self.tasks.clone(), self.ending.clone());
+        let mut conversation = Conversation::new(session.clone(), messages, answering, stop.clone(), ending);
+        let way = conversation.way();
+        tasks.spawn("changes", tell_changes(session.clone(), changes, way.clone(), stop.clone()));
+        tasks.spawn("quotas", tell_of_quotas(self.tree.clone(), way, stop));
+        let heard = conversation.hold().await;
+        self.end_of(session, &mut conversation, heard).await
     }
 
     /// Says what is still to be said.
@@ -324,8 +338,13 @@ impl Shared {
 }
 
 async fn say(messages: &mut Messages<Stream>, message: &ToGuest) -> Result<()> {
-    messages.stream().write_all(&encode(message)?).await?;
-    Ok(messages.stream().flush().await?)
+    let frame = encode(message)?;
+    let saying = async {
+        messages.stream().write_all(&frame).await?;
+        messages.stream().flush().await
+    };
+    let said = timeout(SILENCE, saying).await;
+    Ok(said.map_err(|_| Error::new(ErrorKind::Unavailable, "it takes nothing"))??)
 }
 
 /// Tells a mount what others change of what it may know.

@@ -369,12 +369,13 @@ async fn a_mount_hears_of_what_it_may_know_and_of_nothing_else() {
 /// Each change is made once, however often the way is cut: a name that was made is never found to exist by who made it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_asked_while_the_way_is_cut_is_done_once() {
+    const FILES: u64 = 100;
     let site = Site::new(Kind::Memory).await;
     let served = site.serve().await;
     let guest = site.join().await;
     let done = AtomicU64::new(0);
     let work = async {
-        for number in 0..400 {
+        for number in 0..FILES {
             let name = format!("f{number}");
             let file = create(&guest, &name).await;
             guest.link(file, ROOT, format!("l{number}").as_bytes()).await.expect("linked once");
@@ -384,7 +385,7 @@ async fn what_is_asked_while_the_way_is_cut_is_done_once() {
     };
     let mut cuts = 0;
     let cutting = async {
-        while done.load(Ordering::SeqCst) < 400 {
+        while done.load(Ordering::SeqCst) < FILES {
             tokio::time::sleep(Duration::from_millis(20)).await;
             served.server.cut();
             cuts += 1;
@@ -392,8 +393,8 @@ async fn what_is_asked_while_the_way_is_cut_is_done_once() {
     };
     tokio::join!(work, cutting);
     assert!(cuts > 3 && guest.reached().is_none_or(|reached| reached.times > 2), "{cuts} cuts");
-    assert_eq!(paths(&guest).await.len(), 400);
-    assert_eq!(served.tree.statistics().await.expect("counted").inodes, 401);
+    assert_eq!(paths(&guest).await.len() as u64, FILES);
+    assert_eq!(served.tree.statistics().await.expect("counted").inodes, FILES + 1);
     guest.close().await.expect("closed");
     served.end().await;
 }

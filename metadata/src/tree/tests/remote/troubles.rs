@@ -1,6 +1,11 @@
 //! Ways that are cut, or slow, and processes that may not act for a while: what comes of what was asked meanwhile.
 
+use tokio::io::AsyncWriteExt;
+
 use super::*;
+
+/// What a new mount of this volume says first (`HELLO` in `metadata/src/remote/wire.rs`).
+const HELLO: &[u8] = b"\x09\0\0\0\0\x07\xac\x02\x01\x03h-1";
 
 /// What was asked while the lease had lapsed was never answered after it was held again, and cut the stream each time that it was asked
 /// once more, so that nothing else was answered either.
@@ -62,5 +67,21 @@ async fn who_is_cut_off_again_and_again_pauses_between() {
     let times = guest.reached().map_or(0, |reached| reached.times);
     assert!((2..12).contains(&times), "{times}");
     guest.close().await.expect("closed");
+    served.end().await;
+}
+
+/// It was taken to be here for as long as the process lived: what it had open stayed, and the process's end waited for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_is_gone_before_it_is_let_in_is_waited_for_no_longer_than_others() {
+    let mut site = Site::new(Kind::Memory).await;
+    site.patience = Duration::from_millis(300);
+    let served = site.serve().await;
+    let (mut mount, stream) = tokio::io::duplex(1 << 10);
+    mount.write_all(HELLO).await.expect("room");
+    drop(mount);
+    let error = served.server.serve(Box::new(stream)).await.expect_err("nobody hears it");
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(served.server.guests().iter().all(|guest| !guest.is_here), "{:?}", served.server.guests());
+    until("its end", async || served.server.guests().is_empty()).await;
     served.end().await;
 }
