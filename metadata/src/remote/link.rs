@@ -17,7 +17,7 @@ use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use tokio::io::{AsyncWriteExt, ReadHalf, WriteHalf};
 use tokio::sync::{Notify, mpsc, oneshot};
-use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio::time::{Instant, interval_at, sleep, timeout, timeout_at};
 
 use super::messages::Messages;
 use super::serve::{BEAT, SILENCE};
@@ -355,16 +355,8 @@ impl Link {
             line.next - 1
         };
         say(&mut saying, &ToServer::Ask { id, oldest: 0, request: standing }).await?;
-        loop {
-            match hearing.next().await? {
-                Some(ToGuest::Answer { id: answered, outcome }) if answered == id => {
-                    listener.reopened(outcome.map_err(Error::from)?);
-                    return Ok((Ways { hearing, saying }, welcome));
-                }
-                Some(_) => {}
-                None => return Err(Error::new(ErrorKind::Unavailable, "it went away")),
-            }
-        }
+        listener.reopened(hear_answer(&mut hearing, &mut saying, id).await?);
+        Ok((Ways { hearing, saying }, welcome))
     }
 
     /// Fails the changes that were asked of a process that is gone, where it would matter whether it made them. What was closed is not
@@ -496,6 +488,31 @@ async fn say(stream: &mut (impl AsyncWriteExt + Unpin), message: &ToServer) -> R
     };
     let said = timeout(SILENCE + time_for(frame.len()), saying).await;
     Ok(said.map_err(|_| Error::new(ErrorKind::Unavailable, "it takes nothing"))??)
+}
+
+/// Waits for the answer to a request, and says meanwhile that this side lives: much that is open takes its time.
+async fn hear_answer(
+    hearing: &mut Messages<ReadHalf<Stream>>,
+    saying: &mut WriteHalf<Stream>,
+    id: u64,
+) -> Result<Answer> {
+    let mut beat = interval_at(Instant::now() + BEAT, BEAT);
+    loop {
+        let heard = tokio::select! {
+            heard = hearing.next() => heard?,
+            _ = beat.tick() => {
+                say(saying, &ToServer::Alive).await?;
+                continue;
+            }
+        };
+        match heard {
+            Some(ToGuest::Answer { id: answered, outcome }) if answered == id => {
+                return outcome.map_err(Error::from);
+            }
+            Some(_) => {}
+            None => return Err(Error::new(ErrorKind::Unavailable, "it went away")),
+        }
+    }
 }
 
 /// Says what is to be said, a beat where there is nothing, until nobody has anything to say.

@@ -1,7 +1,7 @@
 //! One mount that is served here: what it asks for, done in its name.
 
 use std::any::Any;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, OnceLock};
@@ -10,6 +10,7 @@ use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, InodeId, Result};
 use futures::FutureExt;
 use futures::future::BoxFuture;
+use futures::stream::{self, StreamExt};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
@@ -20,6 +21,9 @@ use crate::tree::{LocalTree, OutsideChange, Tree};
 
 /// Requests of one session whose answers are kept in case that they are asked for again: many times what is on its way at once.
 const MOST_KEPT: usize = 1 << 14;
+
+/// Files that are opened at once for a mount that comes with many: each may be a read of the store.
+const REOPENED_AT_ONCE: usize = 32;
 
 /// Carries commands of people out.
 pub type Command = Box<dyn Fn(Bytes) -> BoxFuture<'static, Bytes> + Send + Sync>;
@@ -56,6 +60,8 @@ pub(super) struct Session {
     commands: Arc<Commands>,
     answers: Answers,
     interest: Mutex<Interest>,
+    /// Whoever opens what its mount had open with the process before holds this meanwhile.
+    reopening: tokio::sync::Mutex<()>,
 }
 
 /// Of requests that do something, what came of them, until the mount says that it knows.
@@ -93,7 +99,8 @@ impl Answers {
 
 impl Session {
     pub(super) fn new(tree: Arc<LocalTree>, number: u64, commands: Arc<Commands>) -> Self {
-        Self { tree, number, commands, answers: Answers::default(), interest: Mutex::default() }
+        let (answers, interest, reopening) = Default::default();
+        Self { tree, number, commands, answers, interest, reopening }
     }
 
     pub(super) fn number(&self) -> u64 {
@@ -257,22 +264,33 @@ impl Session {
     }
 
     async fn reopen(&self, open: Vec<InodeId>, held: Vec<InodeId>) -> Result<Vec<InodeId>> {
+        // One that was cut off goes on: what it opens is counted by then.
+        let _turn = self.reopening.lock().await;
         // It may have said so before: what it said then is what it has open now, but for what came since.
-        let mut before = self.tree.opened_by(self.number);
-        let mut gone = Vec::new();
-        for ino in open {
-            if let Some(at) = before.iter().position(|known| *known == ino) {
-                before.swap_remove(at);
-                continue;
-            }
-            match self.tree.opened(ino).await {
-                Ok(_) => {}
-                Err(error) if error.kind() == ErrorKind::NotFound => gone.push(ino),
-                Err(error) => return Err(error),
-            }
+        let mut before: HashMap<InodeId, usize> = HashMap::new();
+        for ino in self.tree.opened_by(self.number) {
+            *before.entry(ino).or_default() += 1;
         }
-        for ino in before {
-            self.tree.closed(ino).await?;
+        let is_missing = |ino: &InodeId| match before.get_mut(ino) {
+            Some(times) if *times > 0 => {
+                *times -= 1;
+                false
+            }
+            _ => true,
+        };
+        let missing: Vec<InodeId> = open.into_iter().filter(is_missing).collect();
+        let opening = stream::iter(missing).map(async |ino| match self.tree.opened(ino).await {
+            Ok(_) => Ok(None),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(Some(ino)),
+            Err(error) => Err(error),
+        });
+        // To their ends, also where one fails: one that is given up halfway stays counted.
+        let opened: Vec<Result<_>> = opening.buffer_unordered(REOPENED_AT_ONCE).collect().await;
+        let gone = opened.into_iter().flat_map(Result::transpose).collect::<Result<_>>()?;
+        for (ino, times) in before {
+            for _ in 0..times {
+                self.tree.closed(ino).await?;
+            }
         }
         self.tree.hold(self.number, &held);
         Ok(gone)

@@ -44,6 +44,8 @@ const NUMBERS_LOST: u64 = 1 << 28;
 const PAGE: usize = 256;
 /// Claims, and loans, whose keys are kept in memory; where there are more, each is asked for.
 const MOST_KNOWN: usize = 4096;
+/// Files whose first content is looked for at once.
+const BEGINNING_AT_ONCE: usize = 32;
 
 /// What a tree is made of. Cheap to clone, like its parts.
 #[derive(Clone)]
@@ -76,8 +78,8 @@ pub struct LocalTree {
     pub(super) following: OnceLock<Arc<Following>>,
     /// Whoever begins or ends the counting of a directory holds this meanwhile.
     pub(super) counting: tokio::sync::Mutex<()>,
-    /// Whoever looks for the first content of a file holds this meanwhile, and who opens the same one waits.
-    pub(super) beginning: tokio::sync::Mutex<()>,
+    /// Whoever looks for the first content of a file holds that of its number meanwhile, and who opens the same one waits.
+    pub(super) beginning: [tokio::sync::Mutex<()>; BEGINNING_AT_ONCE],
     rng: Rng,
     tasks: TaskGroup,
 }

@@ -474,7 +474,7 @@ impl LocalTree {
             handed_out.lock().insert(ino);
             return Ok(found);
         }
-        let _turn = self.beginning.lock().await;
+        let _turn = self.beginning[ino.0 as usize % self.beginning.len()].lock().await;
         let is_awaited = !handed_out.lock().contains(&ino);
         if is_awaited && !importer.begin(ino).await? {
             handed_out.lock().insert(ino);

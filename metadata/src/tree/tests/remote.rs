@@ -11,7 +11,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use forebay_core::{ErrorKind, FileKind, FileLayout, InodeId, ObjectKey, Result, VolumeId};
 use forebay_io::net::secure::{Host, Identity, Listen, Transport};
-use forebay_io::object::Condition;
+use forebay_io::object::{Bucket, Condition};
 use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use futures::FutureExt;
@@ -63,7 +63,12 @@ impl Site {
     }
 
     async fn serve(&self) -> Served {
-        let (tree, tasks) = (Arc::new(self.world.open().await), TaskGroup::new("server"));
+        self.serve_over(self.world.bucket.clone()).await
+    }
+
+    /// The same through another handle on the bucket.
+    async fn serve_over(&self, bucket: Option<Bucket>) -> Served {
+        let (tree, tasks) = (Arc::new(self.world.open_over(bucket).await), TaskGroup::new("server"));
         let host = host(SECRET);
         *self.address.lock() = vec![host.address().expect("it listens")];
         let number = self.starts.fetch_add(1, Ordering::SeqCst);

@@ -1,5 +1,6 @@
 //! Ways that are cut, or slow, and processes that may not act for a while: what comes of what was asked meanwhile.
 
+use forebay_io::object::{Delay, Faults};
 use tokio::io::AsyncWriteExt;
 
 use super::*;
@@ -83,5 +84,87 @@ async fn who_is_gone_before_it_is_let_in_is_waited_for_no_longer_than_others() {
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(served.server.guests().iter().all(|guest| !guest.is_here), "{:?}", served.server.guests());
     until("its end", async || served.server.guests().is_empty()).await;
+    served.end().await;
+}
+
+/// A mount with so many files open that have no content yet, after who served it was lost: whoever serves the tree next, over this
+/// bucket, looks for their content in the store.
+async fn taken_over(files: usize, site: &Site, next: Option<Bucket>) -> (RemoteTree, Vec<InodeId>, Served) {
+    let served = site.serve().await;
+    let guest = site.join().await;
+    let mut open = Vec::new();
+    for number in 0..files {
+        let file = create(&guest, &format!("f{number}")).await;
+        guest.opened(file).await.expect("opened");
+        open.push(file);
+    }
+    guest.sync().await.expect("synced");
+    site.crash(served).await;
+    until("its loss", async || guest.reached().is_none()).await;
+    (guest, open, site.serve_over(next).await)
+}
+
+/// Asserts that these files are open once each.
+async fn check_open_once(guest: &RemoteTree, open: &[InodeId]) {
+    for (number, file) in open.iter().enumerate() {
+        guest.unlink(ROOT, format!("f{number}").as_bytes()).await.expect("unlinked");
+        assert_eq!(guest.attributes(*file).await.expect("open").nlink, 0);
+        guest.closed(*file).await.expect("closed");
+        assert_eq!(kind_of(guest.attributes(*file).await), ErrorKind::NotFound, "{number}");
+    }
+}
+
+/// What it was told before it was cut off went on, and did not know of what it was told again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_mount_that_is_cut_off_while_it_is_taken_over_has_each_file_open_once() {
+    let (site, faults) = (Site::new(Kind::Memory).await, Faults::new());
+    let look = faults.gate(1);
+    let bucket = site.world.bucket().with_faults(&faults);
+    let (guest, open, served) = taken_over(3, &site, Some(bucket)).await;
+    look.reached().await;
+    served.server.cut();
+    until("the cut", async || served.server.guests().iter().all(|guest| !guest.is_here)).await;
+    until("its return", async || served.server.guests().iter().all(|guest| guest.is_here)).await;
+    // It says what it has open.
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert!(guest.reached().is_none(), "the store has not answered");
+    look.open();
+    check_open_once(&guest, &open).await;
+    guest.close().await.expect("closed");
+    served.end().await;
+}
+
+/// It said nothing meanwhile, and was cut off after seven seconds, each time.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_mount_whose_files_take_long_to_be_taken_over_is_not_cut_off() {
+    let (site, faults) = (Site::new(Kind::Memory).await, Faults::new());
+    let look = faults.gate(1);
+    let bucket = site.world.bucket().with_faults(&faults);
+    let (guest, open, served) = taken_over(1, &site, Some(bucket)).await;
+    look.reached().await;
+    let begun = tokio::time::Instant::now();
+    while begun.elapsed() < Duration::from_secs(9) {
+        assert!(served.server.guests().iter().all(|guest| guest.is_here), "{:?}", begun.elapsed());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert!(guest.reached().is_none(), "the store has not answered");
+    look.open();
+    check_open_once(&guest, &open).await;
+    guest.close().await.expect("closed");
+    served.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_many_files_of_a_mount_want_of_the_store_is_asked_at_once_when_it_is_taken_over() {
+    const LOOK: Duration = Duration::from_millis(100);
+    let site = Site::new(Kind::Memory).await;
+    let bucket = site.world.bucket().with_delay(Delay { request_us: LOOK.as_micros() as u64, mib_us: 0 });
+    let (guest, open, served) = taken_over(64, &site, Some(bucket)).await;
+    let begun = tokio::time::Instant::now();
+    until("the takeover", async || guest.reached().is_some()).await;
+    let took = begun.elapsed();
+    assert!(took < LOOK * 64 / 2, "{took:?}, one after another they take longer");
+    check_open_once(&guest, &open).await;
+    guest.close().await.expect("closed");
     served.end().await;
 }
