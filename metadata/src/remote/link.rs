@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind, Result, VolumeId};
+use forebay_core::{Error, ErrorKind, InodeId, Result, VolumeId};
 use forebay_io::net::secure::{Host, Stream};
 use forebay_io::rng::Rng;
 use forebay_io::task::{Stop, TaskGroup};
@@ -35,6 +35,9 @@ const SHORT_STAY: Duration = Duration::from_secs(1);
 /// Messages on their way: more than there are calls that wait.
 const QUEUE: usize = 1 << 20;
 
+/// Files whose opening was given up, and whose answers are waited for all the same.
+const MOST_GIVEN_UP: usize = 4096;
+
 /// Finds the addresses at which the tree is served now.
 pub type Finder = Arc<dyn Fn() -> BoxFuture<'static, Result<Vec<SocketAddr>>> + Send + Sync>;
 
@@ -51,8 +54,10 @@ pub struct Reached {
 pub(super) trait Listener: Send + Sync + 'static {
     /// The link.
     fn link(&self) -> &Link;
-    /// What was answered to a request that is still waited for, before who asked hears it.
-    fn answered(&self, request: &Request, answer: &Answer);
+    /// What was answered to a request, before who asked hears it. Returns the file that it opened.
+    fn answered(&self, request: &Request, answer: &Answer) -> Option<InodeId>;
+    /// Who asked for that file to be opened did not wait for the answer.
+    fn unwanted(&self, opened: InodeId);
     /// What others changed.
     fn changed(&self, change: OutsideChange);
     /// Anything may have changed.
@@ -74,6 +79,16 @@ struct Waiting {
     /// Whether a process was asked.
     is_sent: bool,
 }
+
+impl Waiting {
+    /// Whether who asked is told of its failure already, and what it opens is to be closed.
+    fn is_given_up(&self) -> bool {
+        self.request.opens() && self.reply.is_closed()
+    }
+}
+
+/// By what an answer comes.
+type Reply = oneshot::Receiver<Result<Answer>>;
 
 #[derive(Default)]
 struct Line {
@@ -190,34 +205,48 @@ impl Link {
         holds: impl Fn() -> bool,
         request: Request,
     ) -> Result<Answer> {
-        let (reply, answered) = oneshot::channel();
-        let id = {
-            let mut line = self.line.lock();
-            if !holds() {
-                return Ok(Answer::Done);
-            }
-            let id = line.next;
-            line.next += 1;
-            let mut waiting = Waiting { request, reply, is_sent: false };
-            let oldest = line.waiting.keys().next().copied().unwrap_or(id);
-            if let Some(say) = &line.say {
-                send(say, id, oldest, &mut waiting)?;
-            }
-            line.waiting.insert(id, waiting);
-            id
-        };
+        let Some((id, answered)) = self.ask(holds, request)? else { return Ok(Answer::Done) };
+        // Dropped after `answered`, so that an answer is heard, or finds that nobody hears it.
         let leaving = Leaving { link: self, id };
-        let answer = timeout(patience, answered).await;
-        match answer {
-            // Whoever answered has taken it back.
-            Ok(_) => std::mem::forget(leaving),
-            Err(_) => drop(leaving),
+        let mut answered = answered;
+        match timeout(patience, &mut answered).await {
+            Ok(answer) => {
+                // Whoever answered has taken it back.
+                std::mem::forget(leaving);
+                answer.unwrap_or_else(|_| Err(closed()))
+            }
+            Err(_) => {
+                answered.close();
+                // It may have come in this moment.
+                answered.try_recv().unwrap_or_else(|_| Err(self.away()))
+            }
         }
-        match answer {
-            Ok(Ok(answer)) => answer,
-            Ok(Err(_)) => Err(closed()),
-            Err(_) => Err(self.away()),
+    }
+
+    /// Asks for what nobody waits for, whoever serves the tree meanwhile, if something still holds when it is about to be sent.
+    ///
+    /// # Errors
+    /// `Unavailable` where too much is asked at once.
+    pub(super) fn tell_while(&self, holds: impl Fn() -> bool, request: Request) -> Result<()> {
+        self.ask(holds, request).map(drop)
+    }
+
+    /// Asks; by what is returned the answer comes. None where there is nothing to do.
+    fn ask(&self, holds: impl Fn() -> bool, request: Request) -> Result<Option<(u64, Reply)>> {
+        let (reply, answered) = oneshot::channel();
+        let mut line = self.line.lock();
+        if !holds() {
+            return Ok(None);
         }
+        let id = line.next;
+        line.next += 1;
+        let mut waiting = Waiting { request, reply, is_sent: false };
+        let oldest = line.waiting.keys().next().copied().unwrap_or(id);
+        if let Some(say) = &line.say {
+            send(say, id, oldest, &mut waiting)?;
+        }
+        line.waiting.insert(id, waiting);
+        Ok(Some((id, answered)))
     }
 
     fn away(&self) -> Error {
@@ -363,6 +392,7 @@ impl Link {
     /// told as open to the next one.
     fn give_up_changes(&self) {
         let mut line = self.line.lock();
+        line.waiting.retain(|_, waiting| !waiting.is_given_up());
         let is_lost = |waiting: &Waiting| waiting.is_sent && waiting.request.twice() == Twice::Differs;
         let closed = |waiting: &Waiting| matches!(waiting.request, Request::Closed(_));
         for (_, waiting) in line.waiting.extract_if(.., |_, waiting| closed(waiting)) {
@@ -404,6 +434,9 @@ impl Link {
     async fn take_up(&self, say: mpsc::Sender<Bytes>, address: SocketAddr) -> Result<()> {
         let mut outcome = Ok(());
         let mut line = self.line.lock();
+        // Who was told that it failed is not to find it done later.
+        let is_made_later = |waiting: &Waiting| waiting.is_given_up() && waiting.request.changes();
+        line.waiting.retain(|_, waiting| !is_made_later(waiting));
         let oldest = line.waiting.keys().next().copied().unwrap_or(line.next);
         for (id, waiting) in &mut line.waiting {
             outcome = outcome.and(send(&say, *id, oldest, waiting));
@@ -445,17 +478,17 @@ impl Link {
     }
 
     fn answered(&self, id: u64, outcome: Result<Answer, Failure>, listener: &dyn Listener) {
-        let waiting = self.line.lock().waiting.remove(&id);
-        if let Some(waiting) = waiting {
-            if let Ok(answer) = &outcome {
-                listener.answered(&waiting.request, answer);
-            }
-            let _ = waiting.reply.send(outcome.map_err(Error::from));
+        let Some(waiting) = self.line.lock().waiting.remove(&id) else { return };
+        let answered = |answer| listener.answered(&waiting.request, answer);
+        let opened = outcome.as_ref().ok().and_then(answered);
+        if let (Err(_), Some(ino)) = (waiting.reply.send(outcome.map_err(Error::from)), opened) {
+            listener.unwanted(ino);
         }
     }
 }
 
-/// Takes a request back of which nobody waits for the answer any more.
+/// Takes a request back of which nobody waits for the answer any more, but for one that opens a file where it is asked already: once
+/// it has, that is closed again.
 struct Leaving<'a> {
     link: &'a Link,
     id: u64,
@@ -463,7 +496,12 @@ struct Leaving<'a> {
 
 impl Drop for Leaving<'_> {
     fn drop(&mut self) {
-        self.link.line.lock().waiting.remove(&self.id);
+        let mut line = self.link.line.lock();
+        let given_up = line.waiting.values().filter(|waiting| waiting.is_given_up()).count();
+        let opens = |waiting: &Waiting| waiting.is_sent && waiting.request.opens();
+        if given_up > MOST_GIVEN_UP || !line.waiting.get(&self.id).is_some_and(opens) {
+            line.waiting.remove(&self.id);
+        }
     }
 }
 

@@ -121,11 +121,27 @@ impl Shared {
 
     /// Says that a file was closed, to who was told in that standing that it is open, and nobody after that.
     pub(super) async fn close(&self, ino: InodeId, standing: u64) -> Result<()> {
-        let is_known = || self.standings.load(Ordering::SeqCst) == standing;
-        match self.link.call_while(is_known, Request::Closed(ino)).await? {
+        match self.link.call_while(|| self.is_known(standing), Request::Closed(ino)).await? {
             Answer::Done => Ok(()),
             _ => Err(unexpected()),
         }
+    }
+
+    /// Whether who was told in that standing what is open is the last who was.
+    fn is_known(&self, standing: u64) -> bool {
+        self.standings.load(Ordering::SeqCst) == standing
+    }
+
+    /// Has a file open once less. Returns in which standing; none where it was gone with a process that served the tree.
+    pub(super) fn let_go(&self, ino: InodeId) -> Option<u64> {
+        let mut open = self.open.lock();
+        let known = open.get_mut(&ino)?;
+        known.count -= 1;
+        if known.count == 0 {
+            open.remove(&ino);
+            self.held.lock().remove(&ino);
+        }
+        Some(self.standings.load(Ordering::SeqCst))
     }
 
     /// What is asked from here on may be believed if [`Self::learn`] is told the same number.
@@ -205,11 +221,11 @@ impl Listener for Shared {
         &self.link
     }
 
-    fn answered(&self, request: &Request, answer: &Answer) {
+    fn answered(&self, request: &Request, answer: &Answer) -> Option<InodeId> {
         let (opened, made) = match (request, answer) {
             (Request::Opened(ino), Answer::Opened(..)) => (*ino, None),
             (_, Answer::Created(made)) => (made.attributes.ino, made.is_new.then_some(made.attributes.mode)),
-            _ => return,
+            _ => return None,
         };
         let mut open = self.open.lock();
         let open = open.entry(opened).or_default();
@@ -217,6 +233,15 @@ impl Listener for Shared {
         if let Some(mode) = made {
             open.set_ids.learn(is_plain(mode));
             open.capability.learn(true);
+        }
+        Some(opened)
+    }
+
+    fn unwanted(&self, opened: InodeId) {
+        let Some(standing) = self.let_go(opened) else { return };
+        let told = self.link.tell_while(|| self.is_known(standing), Request::Closed(opened));
+        if let Err(error) = told {
+            tracing::debug!(ino = %opened, %error, "nobody was told that a file was closed");
         }
     }
 

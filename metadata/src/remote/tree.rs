@@ -363,22 +363,7 @@ impl Tree for RemoteTree {
     }
 
     async fn closed(&self, ino: InodeId) -> Result<()> {
-        let (is_last, standing) = {
-            let mut open = self.shared.open.lock();
-            let is_last = match open.get_mut(&ino) {
-                Some(open) if open.count > 1 => {
-                    open.count -= 1;
-                    false
-                }
-                Some(_) => open.remove(&ino).is_some(),
-                // It was gone with a process that served the tree.
-                None => return Ok(()),
-            };
-            (is_last, self.shared.standings.load(Ordering::SeqCst))
-        };
-        if is_last {
-            self.end_hold(ino);
-        }
+        let Some(standing) = self.shared.let_go(ino) else { return Ok(()) };
         if self.reached().is_some() {
             return self.shared.close(ino, standing).await;
         }

@@ -283,6 +283,11 @@ impl Request {
         }
     }
 
+    /// Whether it opens a file.
+    pub(super) fn opens(&self) -> bool {
+        matches!(self, Self::Opened(_) | Self::CreateOpened(..))
+    }
+
     /// Checks what serde did not.
     fn check(self) -> Result<Self> {
         Ok(match self {

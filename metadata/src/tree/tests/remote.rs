@@ -37,6 +37,8 @@ struct Site {
     address: Arc<Mutex<Vec<SocketAddr>>>,
     starts: AtomicU64,
     patience: Duration,
+    /// How long a mount waits for an answer.
+    deadline: Duration,
 }
 
 /// One process that serves it.
@@ -59,7 +61,8 @@ impl Site {
         let mut world = World::new(kind).await;
         world.settings.serves = true;
         let (address, starts) = (Arc::default(), AtomicU64::new(0));
-        Self { world, address, starts, patience: Server::PATIENCE }
+        let deadline = Duration::from_secs(20);
+        Self { world, address, starts, patience: Server::PATIENCE, deadline }
     }
 
     async fn serve(&self) -> Served {
@@ -91,7 +94,7 @@ impl Site {
             }),
             name: "guest".to_owned(),
             first: Duration::from_secs(20),
-            deadline: Duration::from_secs(20),
+            deadline: self.deadline,
             rng: Rng::system(),
         })
         .await

@@ -168,3 +168,42 @@ async fn what_many_files_of_a_mount_want_of_the_store_is_asked_at_once_when_it_i
     guest.close().await.expect("closed");
     served.end().await;
 }
+
+/// Who had given up waiting for a file to be opened never closed it: it stayed open where the tree is, and what was unlinked stayed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_file_whose_opening_was_given_up_is_not_open() {
+    let (mut site, faults) = (Site::new(Kind::Memory).await, Faults::new());
+    let served = site.serve_over(Some(site.world.bucket().with_faults(&faults))).await;
+    let patient = site.join().await;
+    site.deadline = Duration::from_millis(300);
+    let guest = site.join().await;
+    // The answer comes late, or by another way.
+    for (opens, is_cut) in [(false, false), (true, false), (true, true)] {
+        let file = create(&patient, "a").await;
+        let look = faults.gate(1);
+        let opened = match opens {
+            true => guest.opened(file).await.map(drop),
+            false => guest.create_opened(ROOT, b"a", new_file(), Existing::Accept).await.map(drop),
+        };
+        assert_eq!(kind_of(opened), ErrorKind::Unavailable, "the store has not answered");
+        look.reached().await;
+        if is_cut {
+            let before = guest.reached();
+            served.server.cut();
+            until("another way", async || guest.reached().is_some_and(|now| Some(now) != before)).await;
+        }
+        look.open();
+        patient.unlink(ROOT, b"a").await.expect("unlinked");
+        until("its end", async || patient.attributes(file).await.is_err()).await;
+    }
+    let file = create(&patient, "b").await;
+    guest.opened(file).await.expect("opened");
+    patient.unlink(ROOT, b"b").await.expect("unlinked");
+    assert!(patient.attributes(file).await.is_ok(), "it is open");
+    guest.closed(file).await.expect("closed");
+    assert_eq!(kind_of(patient.attributes(file).await), ErrorKind::NotFound);
+    for mount in [guest, patient] {
+        mount.close().await.expect("closed");
+    }
+    served.end().await;
+}
