@@ -60,13 +60,15 @@ async fn who_is_cut_off_again_and_again_pauses_between() {
     let site = Site::new(Kind::Memory).await;
     let served = site.serve().await;
     let guest = site.join().await;
+    let begun = tokio::time::Instant::now();
     for _ in 0..150 {
         tokio::time::sleep(Duration::from_millis(10)).await;
         served.server.cut();
     }
     until("the way", async || guest.reached().is_some()).await;
     let times = guest.reached().map_or(0, |reached| reached.times);
-    assert!((2..12).contains(&times), "{times}");
+    let most = begun.elapsed().as_millis() as u64 / 250 + 1;
+    assert!((2..=most).contains(&times), "{times} of {most}");
     guest.close().await.expect("closed");
     served.end().await;
 }
@@ -192,8 +194,8 @@ async fn a_file_whose_opening_was_given_up_is_not_open() {
             served.server.cut();
             until("another way", async || guest.reached().is_some_and(|now| Some(now) != before)).await;
         }
-        look.open();
         patient.unlink(ROOT, b"a").await.expect("unlinked");
+        look.open();
         until("its end", async || patient.attributes(file).await.is_err()).await;
     }
     let file = create(&patient, "b").await;
