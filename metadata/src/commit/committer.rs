@@ -214,6 +214,12 @@ impl Committer {
         }
     }
 
+    /// Returns when no transaction runs that began before: what one did that went by something beside the tree, as it was before it
+    /// changed, is what the next read shows.
+    pub(crate) fn pass(&self) {
+        self.0.serial.pass();
+    }
+
     /// As [`Self::read`], but `None` where it would have to wait.
     pub fn read_now<T>(&self, mut work: impl FnMut(&View<'_>) -> Result<T>) -> Option<Result<T>> {
         self.attempt(&mut work, None).ok()

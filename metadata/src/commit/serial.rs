@@ -133,6 +133,11 @@ impl Serial {
         Ok(attempt)
     }
 
+    /// Returns when no transaction runs that began before.
+    pub(super) fn pass(&self) {
+        drop(self.turn.lock());
+    }
+
     fn apply(&self, turn: &mut Turn, changes: Changes) {
         let Changes { changed, absent, wholes } = changes;
         let forming = &mut turn.forming;

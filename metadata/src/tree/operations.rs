@@ -239,6 +239,8 @@ impl Tree for LocalTree {
             return Ok(());
         }
         self.shared.quotas.release(ino);
+        // Who takes its last name away, and found it open, has done so by then.
+        self.committer.pass();
         let gone = self.look(|look| Ok(look.find(ino)?.is_none_or(|inode| inode.nlink > 0))).await?;
         if gone {
             return Ok(());

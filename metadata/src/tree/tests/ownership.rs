@@ -1,5 +1,6 @@
 //! Who holds which key: each scenario asserts the bucket's keys and bytes after the mover is through.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, FileKind, FileLayout, InodeId, ObjectKey};
@@ -190,6 +191,21 @@ async fn hard_links_keep_the_bytes() {
     unlink(&tree, "b").await.expect("unlinked");
     tree.drain().await.expect("drained");
     world.check_objects(&[]).await;
+}
+
+/// Whoever closed it found that it had a name, and who took that away found it open: it stayed until the tree's next start.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_file_that_loses_its_name_in_the_moment_in_which_it_is_closed_is_gone() {
+    let world = World::memory().await;
+    let tree = Arc::new(world.open().await);
+    for round in 0..3000 {
+        let made = tree.create_opened(InodeId::ROOT, b"a", new_file(), Existing::Refuse).await.expect("made");
+        let (closing, file) = (tree.clone(), made.attributes.ino);
+        let closing = tokio::spawn(async move { closing.closed(file).await });
+        tree.unlink(InodeId::ROOT, b"a").await.expect("unlinked");
+        closing.await.expect("no panic").expect("closed");
+        assert_eq!(kind_of(tree.attributes(file).await), ErrorKind::NotFound, "round {round}");
+    }
 }
 
 #[tokio::test]
