@@ -8,10 +8,15 @@ use std::ops::Range;
 use forebay_core::units::KIB;
 use forebay_core::{BLOCK_SIZE, Blob, Extent, FileLayout, Piece, Source};
 
-/// Extents of fewer bytes are put together. Where pages of 4 KiB are written all over a file of 100 MB, one after another, it has
-/// up to 3,800 extents so, and 7 bytes are sent for each that is written; at half as much 6,700 and 4, at twice as much 2,300
-/// and 12. One page has up to 33 times its bytes sent: the halves of what it cuts apart, and a short one on either side.
+/// Extents of fewer bytes are put together. Where pages of 4 KiB are written all over a file of 100 MB, one after another, and all
+/// of them are put together however dear that is, it has up to 3,800 extents so, and 7 bytes are sent for each that is written; at
+/// half as much 6,700 and 4, at twice as much 2,300 and 12.
 const SHORT_BYTES: u64 = 32 * KIB;
+/// Bytes that are sent again for each extent that goes, at most: pages are put together where little else lies between them, and
+/// those that are written here and there in a large file are sent once.
+const CHEAP_BYTES: u64 = 4 * KIB + KIB / 2;
+/// Times the extents after which it is looked for short ones: a file that has more has them put together at any price.
+const MANY: usize = 32;
 /// Most bytes that are put together at once: one block of the cache, so that one request brings all of them.
 const BATCH_BYTES: u64 = BLOCK_SIZE;
 
@@ -25,8 +30,11 @@ pub(crate) struct Batch {
 }
 
 impl Batch {
-    /// The first short extents of a file, from `offset` on, that lie side by side.
-    pub(crate) fn next(layout: &FileLayout, offset: u64) -> Self {
+    /// The first short extents of a file, from `offset` on, that lie side by side and are cheap to put together; at any price in a
+    /// file of [`MANY`] times `each` extents.
+    pub(crate) fn next(layout: &FileLayout, offset: u64, each: usize) -> Self {
+        let price =
+            if layout.extents().len() > MANY.saturating_mul(each) { SHORT_BYTES } else { CHEAP_BYTES };
         let is_short = |extent: &Extent| extent.length < SHORT_BYTES;
         let first = layout.extents().partition_point(|extent| extent.offset < offset);
         let runs = layout.extents()[first..]
@@ -36,7 +44,9 @@ impl Batch {
         for run in runs {
             let most = run[0].offset + BATCH_BYTES - batch.bytes();
             let fits = &run[..run.partition_point(|extent| extent.end() <= most)];
-            if let [one, .., last] = fits {
+            if let [one, .., last] = fits
+                && last.end() - one.offset <= price * (fits.len() as u64 - 1)
+            {
                 fits.iter().for_each(|extent| batch.from.write(extent.clone()));
                 batch.runs.push(one.offset..last.end());
             }
@@ -96,10 +106,14 @@ mod tests {
 
     /// What is left of a file's extents, as lengths, when all that can be was put together, and in how many blobs.
     #[track_caller]
-    fn check(mut layout: FileLayout) -> (Vec<u64>, usize) {
+    fn check(layout: FileLayout) -> (Vec<u64>, usize) {
+        check_at(layout, 0)
+    }
+
+    fn check_at(mut layout: FileLayout, each: usize) -> (Vec<u64>, usize) {
         let (mut offset, mut blobs) = (0, 0);
         loop {
-            let batch = Batch::next(&layout, offset);
+            let batch = Batch::next(&layout, offset, each);
             let read: u64 = batch.pieces().iter().map(|piece| piece.range.end - piece.range.start).sum();
             assert!(read == batch.bytes() && read <= BATCH_BYTES, "{read} of {} bytes", batch.bytes());
             let Some(end) = batch.end() else { break };
@@ -125,6 +139,20 @@ mod tests {
         assert_eq!(check(layout([(page, true), (page, false), (page, true)])), (vec![page, page], 0));
         let both = all(&[page, page, SHORT_BYTES, page, page]);
         assert_eq!(check(both), (vec![2 * page, SHORT_BYTES, 2 * page], 1));
+    }
+
+    #[test]
+    fn pages_here_and_there_stay_until_there_are_too_many() {
+        let page = 4 * KIB;
+        let all = |lengths: &[u64]| layout(lengths.iter().map(|length| (*length, true)));
+        // Each sends no more than a page for an extent that goes, but for the first of them.
+        let lines = [100; 1000];
+        assert_eq!(check_at(all(&lines), 1000), (vec![100_000], 1));
+        assert_eq!(check_at(all(&[page; 10]), 1000), (vec![10 * page], 1));
+        let apart = [page, 5 * page, page, 4 * page, page];
+        assert_eq!(check_at(all(&apart), 1000), (apart.to_vec(), 0));
+        let many = apart.repeat(7);
+        assert_eq!(check_at(all(&many), 1).0, [12 * page * 7]);
     }
 
     #[test]

@@ -64,9 +64,9 @@ impl Volume {
 
     /// Goes through a file once. Ends early where memory is short, and where the file is closed: then all of it is sealed.
     async fn gather(&self, inode: &OpenInode) -> Result<()> {
-        let mut offset = 0;
+        let (mut offset, each) = (0, self.store().write.gather_extents);
         while inode.has_writers() && !self.tasks().stop().is_cancelled() {
-            let batch = inode.look(|content| Batch::next(content.base(), offset));
+            let batch = inode.look(|content| Batch::next(content.base(), offset, each));
             let Some(end) = batch.end() else { break };
             let Some(_permit) = self.budget.try_acquire(Class::Write, batch.bytes()) else { break };
             if !inode.gather(&batch).await? {
