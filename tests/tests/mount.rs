@@ -378,3 +378,23 @@ fn writing_a_file_takes_few_requests() {
     let directory = all.get("getattr").copied().unwrap_or_default();
     assert!(directory <= 22, "{all:?}");
 }
+
+/// In the foreground the configuration file's filter counted, in the background the command's.
+#[test]
+fn what_a_command_is_to_log_counts_before_the_configuration_file() {
+    if !require_fuse("what_a_command_is_to_log_counts_before_the_configuration_file") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let settings = scratch.join("settings.toml");
+    std::fs::write(&settings, "log = 'error'\n").expect("written");
+    let settings = settings.display().to_string();
+    let bucket = url(&scratch.folder("bucket"));
+    for (options, is_told) in
+        [(&["--config", &settings][..], false), (&["--config", &settings, "--log", "info"], true)]
+    {
+        let mut mount = Mount::new(&scratch.join("home"), &bucket, &scratch.join("mnt"), options, &[]);
+        assert_eq!(mount.log().contains("INFO"), is_told, "{}", mount.log());
+        mount.unmount();
+    }
+}

@@ -75,6 +75,20 @@ impl<'a> Readers<'a> {
         Mount::new(&home, &self.url, &self.scratch.join(name), &[option], envs)
     }
 
+    /// A read-only mount that looks when it is told to, and when it has to.
+    fn mount_patiently(&self) -> Mount {
+        let settings = self.scratch.join("patient.toml");
+        fs::write(&settings, "[volume.import]\nfollow_ms = 0\n").expect("written");
+        let options = ["--read-only", "--config", settings.to_str().expect("a name")];
+        Mount::new(
+            &self.scratch.join("home-patient"),
+            &self.url,
+            &self.scratch.join("patient"),
+            &options,
+            &[],
+        )
+    }
+
     /// Compares all that a reader shows; a data set has no extended attributes, which the kernel would ask for.
     #[track_caller]
     fn check(&self, reader: &Mount) {
@@ -245,13 +259,8 @@ fn what_the_writer_moves_is_read_by_who_has_not_looked_since() {
     let scratch = Scratch::new();
     let bucket = scratch.folder("bucket");
     let readers = Readers::beside(&scratch, &format!("file://{}", bucket.display()), &[]);
-    // It looks when it is told to, and so when it has to.
-    let settings = scratch.join("reader.toml");
-    fs::write(&settings, "[volume.import]\nfollow_ms = 0\n").expect("written");
     readers.write("mkdir d && seq 1 200000 > d/a && echo old > d/b");
-    let home = scratch.join("home-patient");
-    let options = ["--read-only", "--config", settings.to_str().expect("a name")];
-    let reader = Mount::new(&home, &readers.url, &scratch.join("patient"), &options, &[]);
+    let reader = readers.mount_patiently();
     assert_eq!(shell(reader.path(), "ls d").succeeded(), "a\nb\n");
     readers.write("mv d/a elsewhere && echo new > d/c && mv d/c d/b");
     wait_for(|| {
@@ -275,12 +284,8 @@ fn a_name_that_is_renamed_over_can_be_read_all_the_time() {
     let scratch = Scratch::new();
     let bucket = scratch.folder("bucket");
     let readers = Readers::beside(&scratch, &format!("file://{}", bucket.display()), &[]);
-    let settings = scratch.join("reader.toml");
-    fs::write(&settings, "[volume.import]\nfollow_ms = 0\n").expect("written");
     readers.write("for number in 1 2 3; do echo old > latest-$number; done");
-    let home = scratch.join("home-patient");
-    let options = ["--read-only", "--config", settings.to_str().expect("a name")];
-    let reader = Mount::new(&home, &readers.url, &scratch.join("patient"), &options, &[]);
+    let reader = readers.mount_patiently();
     assert_eq!(shell(reader.path(), "ls -l | grep -c latest").succeeded(), "3\n");
     for number in 1..=3 {
         readers.write(&format!("echo new-{number} > new && mv new latest-{number}"));
