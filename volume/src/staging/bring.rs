@@ -1,6 +1,7 @@
 //! Bringing one file's staged bytes to the store.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -24,23 +25,27 @@ enum Sealed {
     Done,
     /// It is being written.
     Busy,
+    /// It could not be, and its bytes are not to wait for that.
+    Late,
 }
 
 impl Volume {
     /// Makes a plain object of a file that is closed, and uploads what is left of its staged blobs under their own keys.
     pub(crate) async fn bring_in(self: &Arc<Self>, uploads: &Uploads, ino: InodeId) -> Result<Brought> {
+        let is_ending = self.ending.load(Ordering::Relaxed);
         let sealed = match self.seal_staged(uploads, ino).await {
+            Ok(sealed) => sealed,
             Err(error) if uploads.failures(ino) + 1 < SEAL_ATTEMPTS => return Err(error),
-            // What is at its path may be on its way out for minutes. Who waits for everything waits for the bytes alone.
-            Err(error) if error.kind() == ErrorKind::Unavailable => match uploads.is_hurried() {
-                true => Sealed::Done,
-                false => return Err(error),
-            },
+            Err(error) if error.kind() == ErrorKind::Unavailable && !uploads.is_hurried() => {
+                return Err(error);
+            }
+            // What is at its path may be on its way out for minutes. Who waits for everything waits for the bytes alone: the
+            // file is sealed once that can be.
+            Err(error) if error.kind() == ErrorKind::Unavailable && !is_ending => Sealed::Late,
             Err(error) => {
                 self.store().tell_unsealed(ino, &error);
                 Sealed::Done
             }
-            Ok(sealed) => sealed,
         };
         let staging = &uploads.staging;
         for (key, size) in staging.ready(ino) {
@@ -62,7 +67,7 @@ impl Volume {
                 Ok(true) => self.upload_staged(uploads, key, size).await?,
             }
         }
-        Ok(Brought::In)
+        Ok(if sealed == Sealed::Late { Brought::Bytes } else { Brought::In })
     }
 
     async fn seal_staged(self: &Arc<Self>, uploads: &Uploads, ino: InodeId) -> Result<Sealed> {

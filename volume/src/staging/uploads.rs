@@ -26,6 +26,8 @@ const SHARE_UNIT: u64 = 1024;
 pub(crate) enum Brought {
     /// Nothing of it is staged any more.
     In,
+    /// The same, but it is not at its path yet: that is tried again.
+    Bytes,
     /// It is being written: look again then.
     Later(Moment),
 }
@@ -223,6 +225,7 @@ impl Uploads {
                 schedule.is_back();
                 self.staging.note_error(None);
             }
+            Ok(Brought::Bytes) => schedule.failed(ino, false, now),
             Ok(Brought::Later(moment)) => schedule.done(ino, Some(moment)),
             Err(error) => {
                 if schedule.failures(ino) == 0 {

@@ -18,7 +18,7 @@ use forebay_io::object::{Bucket, Counters, FaultMode, Faults, OperationKind};
 use forebay_metadata::tree::{RenameMode, resolve};
 
 use super::REFUSES_SYNC;
-use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
+use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run, until};
 use crate::packed::{Policy, policy};
 use crate::settings::VolumeSettings;
 use crate::staging::{Staged, WritebackSettings};
@@ -346,6 +346,54 @@ fn a_sync_waits_for_no_copy_that_was_not_answered() {
         volume.bring_all_in().await.expect("it waits for the bytes alone");
         assert_eq!((owned(&fixture.bucket).await, volume.staged().files), (1, 0));
         assert_eq!(read(&volume, "g").await, "new");
+        volume.close().await.expect("close");
+    });
+}
+
+/// A file whose bytes were brought in while its path could not be had stayed away from that for good.
+#[test]
+fn a_file_that_a_sync_did_not_wait_for_comes_to_its_path() {
+    run(async {
+        let faults = Faults::new();
+        let bucket = Bucket::in_memory().with_faults(&faults).with_deadline_ms(30);
+        let mut fixture = Fixture::new(bucket).writing_back(LATER);
+        fixture.clock = Clock::manual();
+        fixture.write.deadline_ms = 3_600_000;
+        let volume = fixture.open().await;
+        let (size, half) = (2 * fixture.write.buffer_bytes, fixture.write.buffer_bytes);
+        // In two pieces.
+        let file = create(&volume, "long").await;
+        for range in [half..size, 0..half] {
+            file.write(range.start, pattern(1, range)).await.expect("write");
+            file.fsync().await.expect("fsync");
+        }
+        file.release().await.expect("release");
+        faults.of_keys_with("long");
+        for nth in 1..400 {
+            faults.script(OperationKind::Create, nth, FaultMode::Before);
+            faults.script(OperationKind::Put, nth, FaultMode::Before);
+        }
+        let passes = async {
+            loop {
+                fixture.clock.advance(Duration::from_secs(1));
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        tokio::select! {
+            synced = volume.bring_all_in() => synced.expect("it waits for the bytes alone"),
+            () = passes => {}
+        }
+        assert!(faults.injected() >= 3, "it was tried");
+        assert_eq!((owned(&fixture.bucket).await, volume.staged().files), (2, 0));
+        assert!(fixture.bucket.head(&ObjectKey::new("long")).await.expect("looked for").is_none());
+
+        faults.clear();
+        let is_there = async || {
+            fixture.clock.advance(Duration::from_secs(1));
+            fixture.bucket.head(&ObjectKey::new("long")).await.expect("looked for").is_some()
+        };
+        until("it is at its path", is_there).await;
+        assert!(object(&fixture.bucket, "long").await == pattern(1, 0..size));
         volume.close().await.expect("close");
     });
 }
