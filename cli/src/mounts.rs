@@ -68,7 +68,7 @@ pub(crate) fn state_directory(given: Option<&Path>, settings: &Settings) -> Path
     }
 }
 
-/// Every mount that keeps its socket in `state`, by socket.
+/// Every mount of this host that keeps its socket in `state`, by socket.
 pub(crate) async fn all(state: &Path) -> Result<Vec<Mount>> {
     let sockets = sockets(state)?;
     let mut found = Vec::with_capacity(sockets.len());
@@ -78,6 +78,7 @@ pub(crate) async fn all(state: &Path) -> Result<Vec<Mount>> {
     Ok(found)
 }
 
+/// Those of other hosts are theirs to ask, and to remove.
 fn sockets(state: &Path) -> Result<Vec<PathBuf>> {
     let directory = places::mount_sockets(state);
     let entries = match fs::read_dir(&directory) {
@@ -88,7 +89,7 @@ fn sockets(state: &Path) -> Result<Vec<PathBuf>> {
     let mut sockets = Vec::new();
     for entry in entries {
         let path = entry?.path();
-        if path.extension().is_some_and(|extension| extension == "sock") {
+        if path.extension().is_some_and(|extension| extension == "sock") && places::is_of_this_kernel(&path) {
             sockets.push(path);
         }
     }
@@ -276,7 +277,7 @@ mod tests {
         assert!(all(state.path()).await.expect("no directory").is_empty());
         fs::create_dir(state.path().join("mounts")).expect("directory");
         fs::write(state.path().join("mounts/readme"), "").expect("file");
-        drop(std::os::unix::net::UnixListener::bind(state.path().join("mounts/1.sock")).expect("socket"));
+        drop(std::os::unix::net::UnixListener::bind(places::mount_socket(state.path())).expect("socket"));
         let found = all(state.path()).await.expect("mounts");
         assert!(matches!(found.as_slice(), [Mount { state: State::Dead, .. }]), "{found:?}");
         let refused = holding(state.path(), state.path()).await.expect_err("nothing is mounted");

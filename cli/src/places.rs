@@ -53,8 +53,21 @@ pub(crate) fn mount_sockets(state: &Path) -> PathBuf {
 /// A control socket for this process, of a name that no other has: the first process of each container has the number 1,
 /// and those of one host share a state directory.
 pub(crate) fn mount_socket(state: &Path) -> PathBuf {
-    let drawn = Rng::system().u64() as u32;
-    mount_sockets(state).join(format!("{}-{drawn:08x}.sock", std::process::id()))
+    let (kernel, drawn) = (kernel(), Rng::system().u64());
+    mount_sockets(state).join(format!("{kernel}-{drawn:016x}.sock"))
+}
+
+/// Whether a control socket was made under the kernel that runs. Only that one knows whether anybody listens: hosts and virtual
+/// machines may share a state directory, as where home directories come over a network.
+pub(crate) fn is_of_this_kernel(socket: &Path) -> bool {
+    let name = socket.file_name().unwrap_or_default().to_string_lossy();
+    name.split_once('-').is_some_and(|(first, _)| first == kernel())
+}
+
+/// What tells this host's kernel, since it was booted, from others.
+fn kernel() -> String {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    id.chars().take_while(char::is_ascii_hexdigit).collect()
 }
 
 /// Refuses to keep the cache or the state of a volume in its own bucket, whose files theirs would be, and the bucket in the
@@ -120,6 +133,7 @@ mod tests {
         let [one, other] = [mount_socket(state), mount_socket(state)];
         assert_ne!(one, other);
         assert!(one.starts_with(mount_sockets(state)) && one.extension().is_some_and(|end| end == "sock"));
+        assert!(is_of_this_kernel(&one) && !is_of_this_kernel(Path::new("/s/mounts/0-0.sock")));
     }
 
     #[test]

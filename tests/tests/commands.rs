@@ -117,10 +117,17 @@ fn mounts_of_two_containers_that_share_a_state_directory_are_both_reached() {
     reach(&one);
 
     // What a container leaves that was killed is cleared away by the next one, and by no number of a process.
-    let left = Path::new(&state).join("mounts/1-00000000.sock");
-    drop(UnixListener::bind(&left).expect("a socket"));
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("a number");
+    let boot = boot.split('-').next().expect("its beginning");
+    // Another host that shares the directory, where this one finds nobody who listens.
+    let [left, elsewhere] = [format!("{boot}-0.sock"), "00000000-0.sock".to_owned()]
+        .map(|name| Path::new(&state).join("mounts").join(name));
+    drop([&left, &elsewhere].map(|socket| UnixListener::bind(socket).expect("a socket")));
     let (other, mut second) = mount_as_process_1(&scratch, "other");
-    assert!(!left.exists());
+    assert!(!left.exists() && elsewhere.exists());
+    forebay(&scratch, &["status", "--state-dir", &state]).succeeded();
+    assert!(elsewhere.exists());
+    fs::remove_file(elsewhere).expect("removed");
     reach(&one);
     reach(&other);
     for (folder, process) in [(one, &mut first), (other, &mut second)] {
