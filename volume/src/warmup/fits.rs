@@ -1,7 +1,7 @@
 //! Whether the cache can hold what a warmup names, told before any of it is fetched: what is too much evicts what others
 //! read, and its own beginning.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::pin::pin;
 
@@ -17,8 +17,9 @@ use crate::Volume;
 
 /// More than a block takes beside its bytes: its names, and what is left of its last page.
 const BESIDE_A_BLOCK: u64 = 8 << 10;
-/// Blocks that are told apart at once, some 2 MiB of them. Of more, a sample stands for all, right to within half a percent.
-const SAMPLE: usize = 64 << 10;
+/// Blocks of about one size that are told apart at once, some 0.5 MiB of them. Of more, a sample stands for all, right to within
+/// a percent.
+const SAMPLE: usize = 16 << 10;
 /// What a sample is taken to be too high by: a part in so many.
 const DOUBT: u64 = 32;
 
@@ -74,30 +75,44 @@ fn refusal(needed: u64, Ceiling { bytes, hosts, on_disk }: Ceiling, pin: bool) -
     Error::new(ErrorKind::NoSpace, message).with_hint(hint)
 }
 
-/// What blocks take, each once however often it is named, in bounded memory: past so many those alone count whose hashes end
-/// in a number of zeros, and stand for all.
+/// What blocks take, each once however often it is named, in bounded memory. Each power of two has a sample of its own: in
+/// one of all sizes a few large blocks, by which hash they have, made much of the sum.
 #[derive(Debug, Default)]
-struct Needed {
-    sample: HashMap<u64, u64>,
-    zeros: u32,
-}
+struct Needed(BTreeMap<u32, Sample>);
 
 impl Needed {
     fn add(&mut self, name: u64, cost: u64) {
-        if name.trailing_zeros() < self.zeros {
-            return;
-        }
-        self.sample.insert(name, cost);
-        while self.sample.len() > SAMPLE {
-            self.zeros += 1;
-            let zeros = self.zeros;
-            self.sample.retain(|name, _| name.trailing_zeros() >= zeros);
-        }
+        self.0.entry(cost.max(1).ilog2()).or_default().add(name, cost);
     }
 
     /// No more than all of them, as far as is known.
     fn bytes(&self) -> u64 {
-        let sum: u64 = self.sample.values().sum();
+        self.0.values().map(Sample::bytes).sum()
+    }
+}
+
+/// Blocks of about one size. Past so many those alone count whose hashes end in a number of zeros, and stand for all.
+#[derive(Debug, Default)]
+struct Sample {
+    costs: HashMap<u64, u64>,
+    zeros: u32,
+}
+
+impl Sample {
+    fn add(&mut self, name: u64, cost: u64) {
+        if name.trailing_zeros() < self.zeros {
+            return;
+        }
+        self.costs.insert(name, cost);
+        while self.costs.len() > SAMPLE {
+            self.zeros += 1;
+            let zeros = self.zeros;
+            self.costs.retain(|name, _| name.trailing_zeros() >= zeros);
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        let sum: u64 = self.costs.values().sum();
         match self.zeros {
             0 => sum,
             zeros => (sum - sum / DOUBT) << zeros,
@@ -119,7 +134,7 @@ mod tests {
         few.iter().chain(few).for_each(|name| needed.add(*name, 4096));
         assert_eq!(needed.bytes(), (SAMPLE as u64) << 12);
         names.iter().chain(&names).for_each(|name| needed.add(*name, 4096));
-        assert!(needed.sample.len() <= SAMPLE);
+        assert!(needed.0.values().all(|sample| sample.costs.len() <= SAMPLE));
         let all = (names.len() as u64) << 12;
         assert!((all / 20 * 18..=all).contains(&needed.bytes()), "{} of {all}", needed.bytes());
     }
@@ -146,6 +161,20 @@ mod tests {
             let refused = refusal(10 << 40, Ceiling { bytes: 500 << 30, hosts, on_disk }, pin);
             assert!(refused.message().contains(told), "{refused}");
             assert!(refused.hint().is_some_and(|text| text.contains(hint)), "{refused}");
+        }
+    }
+
+    /// Some 80 large blocks of a sample stood for half of the sum.
+    #[test]
+    fn a_few_large_blocks_among_many_small_ones_are_counted_as_well() {
+        for seed in 0..20 {
+            let (random, mut needed) = (Rng::seeded(seed), Needed::default());
+            let (small, large) = (1_000_000, 2_000);
+            (0..small).for_each(|_| needed.add(random.u64(), 4 << 10));
+            (0..large).for_each(|_| needed.add(random.u64(), 4 << 20));
+            let all = (small << 12) + (large << 22);
+            let found = needed.bytes();
+            assert!((all / 20 * 18..=all).contains(&found), "seed {seed}: {found} of {all}");
         }
     }
 }
