@@ -31,11 +31,16 @@ impl OpenInode {
         let content = self.store.fetch.bytes(batch.pieces()).await?;
         // Past the local disk: whatever was staged counts as committed when the writer's next commit is.
         let blob = self.store.put_unstaged(self.ino, content).await?;
-        let is_used = self.take_in(batch, &blob).await?;
+        let taken = self.take_in(batch, &blob).await;
+        // Of one that failed it is the tree that knows.
+        let is_used = match &taken {
+            Ok(is_used) => *is_used,
+            Err(_) => self.store.tree.is_referred(&blob.key).await?,
+        };
         if !is_used {
             self.store.bucket.delete(&blob.key).await?;
         }
-        Ok(is_used)
+        taken
     }
 
     /// Takes the bytes of a batch from `blob`, as far as the file still has them; false where it is none the better for it, and

@@ -63,6 +63,32 @@ fn a_log_that_is_synced_after_each_line_stays_a_few_extents() {
     });
 }
 
+/// What was put together stayed in the store until the mount's end, where the tree did not take it.
+#[test]
+fn what_is_put_together_in_vain_is_deleted() {
+    run(async {
+        let mut fixture = fixture(Bucket::in_memory());
+        fixture.is_unlucky = true;
+        let volume = fixture.open().await;
+        let mut log = Model::files(&volume, 1).await.remove(0);
+        fixture.refuses.store(true, SeqCst);
+        let before = fixture.bucket.counters();
+        for line in 0..60 {
+            log.write(100 * line, pattern(line, 0..100)).await;
+            log.file.fsync().await.expect("fsync");
+        }
+        assert_eq!(extents(&volume).await, 60, "all are as they were written");
+        let asked = fixture.bucket.counters().since(&before);
+        let puts = asked.of(OperationKind::Put).requests;
+        assert!(puts > 60, "they were put together");
+        assert_eq!(asked.of(OperationKind::Delete).requests, puts - 60);
+        fixture.refuses.store(false, SeqCst);
+        assert!(log.file.read(0, 1 << 20).await.expect("read") == log.bytes);
+        log.release().await;
+        volume.close().await.expect("close");
+    });
+}
+
 /// So is a database whose pages are written anywhere, for which some times as many bytes are sent as are written once it has more
 /// than 32 times the extents after which it is looked for short ones.
 #[test]

@@ -61,7 +61,7 @@ pub(crate) struct Fixture {
     pub(crate) clock: Clock,
     /// The tree cannot be asked right after a commit.
     pub(crate) is_unlucky: bool,
-    /// The tree, if it is such a one, refuses to have files opened.
+    /// The tree, if it is such a one, refuses to have files opened, and their bytes moved.
     pub(crate) refuses: Arc<AtomicBool>,
     /// The tree's answers, if it is such a one, can be held up.
     pub(crate) held_up: Arc<HeldUp>,

@@ -54,7 +54,7 @@ impl HeldUp {
 pub(crate) struct Unlucky {
     tree: LocalTree,
     fails: AtomicBool,
-    /// Whether no file can be opened.
+    /// Whether no file can be opened, or have its bytes moved.
     refuses: Arc<AtomicBool>,
     held_up: Arc<HeldUp>,
     older: Older,
@@ -273,6 +273,9 @@ impl Tree for Unlucky {
     }
 
     async fn relocate(&self, ino: InodeId, expected: u64, layout: FileLayout) -> Result<()> {
+        if self.refuses.load(SeqCst) {
+            return Err(Error::new(ErrorKind::Conflict, "the file has other content by now"));
+        }
         self.tree.relocate(ino, expected, layout).await
     }
 
