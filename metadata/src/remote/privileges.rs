@@ -75,9 +75,21 @@ impl Lack {
         std::mem::take(&mut self.is_relied_on)
     }
 
+    /// As it was before [`Self::commit`] told so.
+    pub(super) fn rely_again(&mut self, was_relied_on: bool) {
+        self.is_relied_on |= was_relied_on;
+    }
+
     pub(super) fn is_known(self) -> bool {
         self.is_known
     }
+}
+
+/// What was written because of what a file lacks.
+#[derive(Debug, Default, Clone, Copy)]
+pub(super) struct Relied {
+    pub(super) set_ids: bool,
+    pub(super) capability: bool,
 }
 
 /// Whether a mode has no set-id bits.

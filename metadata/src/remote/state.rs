@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::link::{Link, Listener};
-use super::privileges::{Doubts, Lack, is_plain};
+use super::privileges::{Doubts, Lack, Relied, is_plain};
 use super::wire::{Answer, Request};
 use crate::records::Pins;
 use crate::tree::{OutsideChange, OutsideChanges, Statistics};
@@ -193,11 +193,24 @@ impl Shared {
         }
     }
 
-    /// What a commit has to take away from a file: set-id bits, if it has any, and a capability, if others may have given it one.
-    pub(super) fn owed(&self, ino: InodeId) -> (bool, bool) {
+    /// What was written to a file because of what it lacks, until now: what is written from here on is the next commit's to see to.
+    pub(super) fn relied_on(&self, ino: InodeId) -> Relied {
         let mut open = self.open.lock();
-        let Some(open) = open.get_mut(&ino) else { return (false, false) };
-        (open.set_ids.commit(), open.capability.commit() && !open.capability.is_known())
+        let Some(open) = open.get_mut(&ino) else { return Relied::default() };
+        Relied { set_ids: open.set_ids.commit(), capability: open.capability.commit() }
+    }
+
+    /// The commit failed that was to see to it.
+    pub(super) fn rely_again(&self, ino: InodeId, relied: Relied) {
+        if let Some(open) = self.open.lock().get_mut(&ino) {
+            open.set_ids.rely_again(relied.set_ids);
+            open.capability.rely_again(relied.capability);
+        }
+    }
+
+    /// Whether a file is known to have no capability, by what others did until now, though nothing is written for that.
+    pub(super) fn has_no_capability(&self, ino: InodeId) -> bool {
+        self.open.lock().get(&ino).is_some_and(|open| open.capability.is_known())
     }
 
     /// All that was changed so far is durable, or lost.

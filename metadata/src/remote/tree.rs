@@ -15,7 +15,7 @@ use forebay_io::task::TaskGroup;
 use tokio::time::Instant;
 
 use super::link::{Ends, Finder, Link, Reached};
-use super::privileges::is_plain;
+use super::privileges::{Relied, is_plain};
 use super::state::{Shared, unexpected};
 use super::wire::{Answer, Request};
 use crate::records::owned_key;
@@ -157,30 +157,47 @@ impl RemoteTree {
         expected: u64,
         layout: &FileLayout,
     ) -> Result<Attributes> {
-        let committed = match self.call(request).await {
+        let relied = self.shared.relied_on(ino);
+        match self.commit_once(request, ino, expected, layout).await {
+            Ok(committed) => {
+                self.end_hold(ino);
+                Ok(self.take_privileges(ino, relied, committed).await)
+            }
+            Err(error) => {
+                self.shared.rely_again(ino, relied);
+                Err(error)
+            }
+        }
+    }
+
+    async fn commit_once(
+        &self,
+        request: Request,
+        ino: InodeId,
+        expected: u64,
+        layout: &FileLayout,
+    ) -> Result<Attributes> {
+        match self.call(request).await {
             Err(error) if error.kind() == ErrorKind::Conflict => {
                 let committed = self.is_committed(ino, expected, layout).await?.ok_or(error)?;
                 // Who was asked twice still takes this mount to be at it.
                 self.done(Request::Settle(ino)).await?;
-                committed
+                Ok(committed)
             }
-            answer => expect!(answer?, Attributes(attributes) => attributes)?,
-        };
-        self.end_hold(ino);
-        Ok(self.take_privileges(ino, committed).await)
+            answer => expect!(answer?, Attributes(attributes) => attributes),
+        }
     }
 
     /// Takes from a file that was committed what others gave it while it was written to, and those writes could not know of.
-    async fn take_privileges(&self, ino: InodeId, committed: Attributes) -> Attributes {
-        let (set_ids, capability) = self.shared.owed(ino);
+    async fn take_privileges(&self, ino: InodeId, relied: Relied, committed: Attributes) -> Attributes {
         let taken = async {
-            if capability {
+            if relied.capability && !self.shared.has_no_capability(ino) {
                 match self.remove_xattr(ino, CAPABILITY).await {
                     Err(error) if error.kind() != ErrorKind::NoAttribute => return Err(error),
                     _ => {}
                 }
             }
-            match set_ids && !is_plain(committed.mode) {
+            match relied.set_ids && !is_plain(committed.mode) {
                 true => {
                     let clears = SetAttributes { clears: Some(SetIds::All), ..SetAttributes::default() };
                     self.set_attributes(ino, clears).await.map(Some)

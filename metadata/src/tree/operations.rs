@@ -458,8 +458,8 @@ impl LocalTree {
         // Counted first: an unlink that runs before this look has freed the inode, one that runs after has not.
         let found = self.content_of(ino, may_begin && !self.shared.settings.read_only).await;
         if found.is_err() {
-            self.shared.guests.closed(self.asking(), ino);
-            self.shared.forget_opener(ino);
+            // An unlink may have found it open meanwhile, and a session may have ended with all that it had open.
+            self.closed(ino).await.ok();
         }
         found
     }

@@ -289,6 +289,28 @@ async fn first_content_is_found_by_all_who_open_the_file_at_once() {
     }
 }
 
+/// What was removed while an open of it looked for its first content stayed without a name where that failed.
+#[tokio::test]
+async fn what_was_removed_before_an_open_of_it_failed_is_gone() {
+    let world = World::memory().await;
+    let tree = world.open().await;
+    let (file, _) = tree.create(InodeId::ROOT, b"f", new_file(), Existing::Refuse).await.expect("made");
+    tree.sync().await.expect("synced");
+    world.put("f", b"first").await;
+    world.crash(tree, false).await;
+    let faults = Faults::new();
+    let tree = world.open_over(Some(world.bucket().with_faults(&faults).with_deadline_ms(30))).await;
+    let look = faults.gate(1);
+    let (opened, ()) = tokio::join!(tree.opened(file.ino), async {
+        look.reached().await;
+        tree.unlink(InodeId::ROOT, b"f").await.expect("removed");
+        faults.set_down(true);
+        look.open();
+    });
+    opened.expect_err("the store is away");
+    assert_eq!(tree.attributes(file.ino).await.expect_err("gone").kind(), ErrorKind::NotFound);
+}
+
 /// What a writer brought is newer than what the file had, whatever time somebody gave that: other tools see it already.
 #[tokio::test]
 async fn new_content_is_found_after_a_crash_whatever_the_time_of_the_file() {

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{ErrorKind, FileKind, FileLayout, InodeId, ObjectKey, Result, VolumeId};
+use forebay_core::{ErrorKind, FileKind, FileLayout, InodeId, ObjectKey, Result, Timestamp, VolumeId};
 use forebay_io::net::secure::{Host, Identity, Listen, Transport};
 use forebay_io::object::{Bucket, Condition};
 use forebay_io::rng::Rng;
@@ -329,9 +329,24 @@ async fn what_a_write_could_not_know_of_goes_with_its_commit() {
     // What is given after the last write, by whoever writes, stays.
     one.attributes(file).await.expect("asked");
     assert!(one.lacks_set_ids(file));
-    one.set_attributes(file, set_ids).await.expect("set");
+    one.set_attributes(file, set_ids.clone()).await.expect("set");
     site.world.write(&one, file, b"more").await.expect("committed");
     assert_eq!(other.attributes(file).await.expect("known").mode, 0o6755);
+
+    // What is written while a commit is under way is the next one's to see to.
+    let clears = SetAttributes { mode: Some(0o755), ..SetAttributes::default() };
+    one.set_attributes(file, clears).await.expect("cleared");
+    one.attributes(file).await.expect("asked");
+    let (layout, generation) = one.layout(file).await.expect("known");
+    {
+        let mut commit = one.commit_layout(file, generation, layout, Timestamp::default());
+        assert!(futures::poll!(commit.as_mut()).is_pending());
+        assert!(one.lacks_set_ids(file));
+        commit.await.expect("committed");
+    }
+    other.set_attributes(file, set_ids).await.expect("set");
+    site.world.write(&one, file, b"last").await.expect("committed");
+    assert_eq!(other.attributes(file).await.expect("known").mode, 0o755);
     for guest in [&one, &other] {
         guest.close().await.expect("closed");
     }
