@@ -14,6 +14,7 @@ mod writing;
 mod ranks;
 mod together;
 mod threads;
+mod workers;
 
 use pyo3::prelude::*;
 
@@ -37,6 +38,8 @@ mod _native {
     use super::threads::is_inside;
     #[pymodule_export]
     use super::together::{Together, wishes};
+    #[pymodule_export]
+    use super::workers::heed_parent;
     #[pymodule_export]
     use super::writing::StepWriter;
     #[pymodule_export]

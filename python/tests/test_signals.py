@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.data
 
 import forebay
 from forebay import _native
@@ -64,6 +65,61 @@ def test_a_signal_to_one_rank_saves_on_all(tmp_path: Path) -> None:
     last = [max([1, *map(int, child._lines.read().split())]) for child in children]
     assert [child.join() for child in children] == [-signal.SIGTERM] * 2
     assert [saved(tmp_path)] * 2 == [step + 1 for step in last]
+
+
+def test_a_signal_to_all_processes_of_a_job_lets_workers_bring_the_next_batch(tmp_path: Path) -> None:
+    """As torchrun and Slurm send it. Workers died of it, and torch raised that before the step that was to be saved."""
+
+    def work(report: Report) -> None:
+        state = {"t": torch.zeros(100_000), "n": 0}
+        with forebay.Checkpointer(tmp_path, every=1_000_000, on_signal="SIGTERM") as checkpointer:
+            batches = torch.utils.data.DataLoader(range(1_000_000), num_workers=2)  # type: ignore[arg-type]
+            for step, _ in enumerate(batches, 1):
+                state["t"] += 1
+                state["n"] = step
+                checkpointer.step(step, state)
+                report(str(step))
+                # None is at hand for the next step.
+                time.sleep(0.001)
+
+    child = Child(work)
+    assert child.line() == "1"
+    # It leads its group.
+    os.killpg(child.pid, signal.SIGTERM)
+    last = max([1, *map(int, child._lines.read().split())])
+    assert child.join() == -signal.SIGTERM
+    assert saved(tmp_path) == last + 1
+
+
+def test_a_worker_heeds_signals_of_its_parent_alone() -> None:
+    def work(report: Report) -> None:
+        _native.heed_parent([signal.SIGTERM])
+        report("ready")
+        while True:
+            signal.pause()
+
+    def has_heard() -> bool:
+        status = Path(f"/proc/{child.pid}/status").read_text()
+        return not any(int(line.split()[1], 16) for line in status.splitlines() if line[3:7] == "Pnd:")
+
+    child = Child(work)
+    assert child.line() == "ready"
+    subprocess.run(["kill", str(child.pid)], check=True)
+    wait_until(has_heard)
+    os.kill(child.pid, signal.SIGTERM)
+    assert child.join() == 0, "and not by the first one"
+
+
+def test_an_error_after_a_signal_is_seen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It went with the process, which the signal ended as who left the checkpointer passed it on."""
+
+    def work(report: Report) -> None:
+        with forebay.Checkpointer(tmp_path, on_signal="SIGTERM"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise KeyError("what went wrong")
+
+    assert Child(work).join() == -signal.SIGTERM
+    assert "KeyError: 'what went wrong'" in capfd.readouterr().err
 
 
 def one_waits_and_one_hangs(children: list[Child]) -> bool:

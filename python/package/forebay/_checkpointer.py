@@ -6,6 +6,7 @@ import hashlib
 import os
 import secrets
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any, Callable, Literal, Optional, Union
 
@@ -199,6 +200,9 @@ class Checkpointer(Saver):
             return
         # The error under way is the one to be seen; what is sealed gets committed by the agent.
         self._leave()
+        if self._notice.received is not None:
+            # The signal may end the process before it is told.
+            traceback.print_exception(kind, error, trace)
         self._notice.pass_on()
 
     def restore(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Optional, Union
 
 from . import _options as options
 from ._errors import CheckpointInvalid
+from ._workers import shield
 
 Names = Union[None, str, int, Sequence[Union[str, int]]]
 
@@ -46,6 +47,7 @@ class Notice:
         self._pid = os.getpid()
         self._is_released = False
         self._before: dict[int, Any] = {}
+        self._unshield: Callable[[], None] = lambda: None
         for number in dict.fromkeys(numbers):
             try:
                 if signal.getsignal(number) is None:
@@ -54,6 +56,8 @@ class Notice:
             except (ValueError, OSError) as error:
                 self.release()
                 raise _unusable(number.name, error) from error
+        if self._before:
+            self._unshield = shield(list(self._before))
 
     @property
     def is_used(self) -> bool:
@@ -63,6 +67,7 @@ class Notice:
     def release(self) -> None:
         """Gives back the signals that nobody else took over since."""
         self._is_released = True
+        self._unshield()
         for number, before in self._before.items():
             if signal.getsignal(number) == self._note:
                 try:

@@ -18,6 +18,7 @@ const UNSAFE_PATHS: &[&str] = &[
     "metadata/src/kv/lmdb", // opening a memory map is unsafe in heed: see docs/decisions/0002
     "python/src/buffer",
     "python/src/device",
+    "python/src/workers",
 ];
 
 /// Files longer than a reader takes in.
