@@ -4,6 +4,7 @@
 //! there is one, a `hint:` line, 2 a command line that makes no sense.
 
 mod report;
+mod home;
 mod places;
 mod settings;
 mod log;
@@ -22,6 +23,7 @@ use clap::Parser;
 use crate::arguments::{Arguments, Command};
 
 fn main() -> ExitCode {
+    home::ensure();
     let words: Vec<OsString> = std::env::args_os().collect();
     // mount(8) runs `mount.forebay SOURCE DIRECTORY -o OPTIONS` for `forebay` lines of fstab.
     let words = match commands::mount::is_helper(&words) {

@@ -215,6 +215,31 @@ async fn a_program_that_fails_is_told_with_its_profile() {
     assert!(place.door.take_requests().is_empty(), "no request goes out without credentials");
 }
 
+/// As systemd and mount(8) start it. The profile was found, and not by who was to run its program.
+#[test]
+fn a_program_of_a_profile_is_run_where_nobody_says_which_the_home_directory_is() {
+    let test = "a_program_of_a_profile_is_run_where_nobody_says_which_the_home_directory_is";
+    let scratch = Scratch::new();
+    if shell(scratch.path(), "unshare --mount true").code != Some(0) {
+        return forebay_tests::settings::skip(test, "no mount namespaces");
+    }
+    let (ran, home, users) = (scratch.join("ran"), scratch.folder("home"), scratch.join("passwd"));
+    let profile =
+        format!("[profile program]\nregion = us-east-1\ncredential_process = touch {}\n", ran.display());
+    std::fs::write(scratch.folder("home/.aws").join("config"), profile).expect("writable");
+    std::fs::write(&users, format!("root:x:0:0:root:{}:/bin/sh\n", home.display())).expect("writable");
+    let (users, binary) = (users.display(), Forebay::binary().display().to_string());
+    let state = scratch.join("state");
+    let asked = format!(
+        "mount --bind {users} /etc/passwd && exec env -u HOME AWS_PROFILE=program {binary} doctor s3://bucket \
+         --state-dir {}",
+        state.display()
+    );
+    let told = shell(scratch.path(), &format!("unshare --mount sh -c '{asked}'"));
+    assert!(ran.exists(), "{told}");
+    assert!(told.stdout.contains("AWS profile `program`"), "{told}");
+}
+
 /// The program's credentials live six seconds: a mount asks for new ones in time and goes on.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_mount_renews_what_a_program_gives() {
