@@ -1,6 +1,8 @@
 //! Where log lines go: stderr, which is the log file of a mount in the background; the warnings of its start also go
 //! to the terminal that it was started from.
 
+mod file;
+
 use std::fmt::{Debug, Write as _};
 use std::io::IsTerminal;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -9,9 +11,12 @@ use forebay_core::{Error, Result};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::filter::{LevelFilter, filter_fn};
+use tracing_subscriber::fmt::writer::BoxMakeWriter;
 use tracing_subscriber::layer::{Context, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
+
+use self::file::LogFile;
 
 /// Without `--log`: Forebay's own lifecycle, and of libraries what went wrong; of the FUSE library nothing, since it
 /// takes a caller that did not wait for its answer for an error.
@@ -22,20 +27,21 @@ const WARNINGS_MAX: usize = 32;
 
 /// Starts logging. `json` writes one JSON object a line.
 pub(crate) fn start(filter: Option<&str>, json: bool) -> Result<()> {
-    begin(filter, json, None)
+    begin(filter, json, BoxMakeWriter::new(std::io::stderr), None)
 }
 
-/// Starts logging and keeps Forebay's own warnings for the terminal, whatever `filter` lets into the log. They stop
-/// being kept when what was returned is dropped.
+/// Starts logging to the file that is stderr, and keeps Forebay's own warnings for the terminal, whatever `filter` lets into the
+/// log. They stop being kept when what was returned is dropped.
 pub(crate) fn start_keeping_warnings(filter: Option<&str>) -> Result<Warnings> {
     let (sender, receiver) = sync_channel(WARNINGS_MAX);
-    begin(filter, false, Some(Keep(sender)))?;
+    let writer = LogFile::of_stderr().map_or_else(|| BoxMakeWriter::new(std::io::stderr), BoxMakeWriter::new);
+    begin(filter, false, writer, Some(Keep(sender)))?;
     Ok(Warnings(receiver))
 }
 
-fn begin(filter: Option<&str>, json: bool, keep: Option<Keep>) -> Result<()> {
+fn begin(filter: Option<&str>, json: bool, writer: BoxMakeWriter, keep: Option<Keep>) -> Result<()> {
     let filter = parse(filter.unwrap_or(DEFAULT))?;
-    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    let lines = tracing_subscriber::fmt::layer().with_writer(writer);
     let lines = match json {
         true => lines.json().with_filter(filter).boxed(),
         false => lines.with_ansi(std::io::stderr().is_terminal()).with_filter(filter).boxed(),

@@ -30,6 +30,7 @@ pub(super) fn checks(state: &Path, cache: Option<&Path>, cache_bytes: u64) -> Ve
         network_cards(Path::new("/sys/class/infiniband")),
         state_directory(state),
         cache_directory(cache, cache_bytes),
+        name_database(Path::new("/etc/updatedb.conf")),
     ]
 }
 
@@ -222,6 +223,25 @@ fn bytes_below(directory: &Path) -> u64 {
 }
 
 /// A small file of the kernel, without the line's end.
+/// Whether the nightly scan of a host goes into its mounts, which lists whole buckets.
+fn name_database(settings: &Path) -> Check {
+    const NAME: &str = "updatedb";
+    let Ok(text) = fs::read_to_string(settings) else {
+        return Check::ok(NAME, "not installed, or without settings");
+    };
+    let pruned = text.lines().filter_map(|line| line.trim().strip_prefix("PRUNEFS")).any(|line| {
+        line.split(|c: char| c.is_whitespace() || matches!(c, '=' | '"')).any(|word| word == "fuse.forebay")
+    });
+    match pruned {
+        true => Check::ok(NAME, "passes mounts over"),
+        false => Check::warn(
+            NAME,
+            "scans mounts that others may look into (allow_other), and lists their buckets, each night",
+            format!("add fuse.forebay to PRUNEFS in {}", settings.display()),
+        ),
+    }
+}
+
 fn read(path: &str) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
@@ -252,6 +272,20 @@ mod tests {
         let check = state_directory(&file.join("below"));
         assert_eq!(check.verdict, Verdict::Fail);
         assert!(check.hint.expect("a hint").contains("--state-dir"));
+    }
+
+    #[test]
+    fn a_scan_of_mounts_is_told() {
+        let scratch = tempfile::tempdir().expect("scratch");
+        let settings = scratch.path().join("updatedb.conf");
+        assert_eq!(name_database(&settings).verdict, Verdict::Ok);
+        let with = |text: &str| {
+            fs::write(&settings, text).expect("settings");
+            name_database(&settings).verdict
+        };
+        assert_eq!(with("PRUNEPATHS=\"/mnt\"\nPRUNEFS = \"nfs fuse fuse.sshfs\"\n"), Verdict::Warn);
+        assert_eq!(with("# PRUNEFS = \"fuse.forebay\"\nPRUNEFS=\"nfs\"\n"), Verdict::Warn);
+        assert_eq!(with("PRUNEFS=\"NFS fuse.forebay tmpfs\"\n"), Verdict::Ok);
     }
 
     /// What is told of cards that are there is seen in `tests/tests/rdma.rs`.
