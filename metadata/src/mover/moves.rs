@@ -20,6 +20,27 @@ use crate::kv::Durability;
 use crate::records::{Change, Occupancy, Records};
 use crate::schema::{Claim, HolderState, Inode, Intent, Move, Tag};
 
+/// Pages of files that are moved, and bytes that are copied for them, before all else that a pass does has its turn: half a minute's
+/// worth in a store across a network.
+const PAGES_A_TURN: usize = 4;
+const BYTES_A_TURN: u64 = 16 << 30;
+
+/// How far files were moved in this turn.
+#[derive(Debug, Default)]
+struct Turn {
+    tally: Tally,
+    /// Bytes to be copied.
+    bytes: u64,
+    /// The record to be looked at next.
+    next: Bytes,
+}
+
+impl Turn {
+    fn is_over(&self) -> bool {
+        self.bytes >= BYTES_A_TURN
+    }
+}
+
 /// A copy to be made.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Plan {
@@ -71,27 +92,30 @@ enum Next {
 }
 
 impl Mover {
-    /// Moves every file that can be moved, a page at a time.
-    pub(super) async fn move_files(&self) -> Result<Tally> {
-        let (mut start, end) = self.shared().keys.family(Tag::Move);
-        let mut tally = Tally::default();
-        loop {
+    /// Moves the files that can be moved, a page at a time, from the record `start` on, or the first, for one turn. Gives the record
+    /// to go on from in the next one; `None` when all were looked at.
+    pub(crate) async fn move_files(&self, start: Option<Bytes>) -> Result<(Tally, Option<Bytes>)> {
+        let (first, end) = self.shared().keys.family(Tag::Move);
+        let mut turn = Turn { next: start.unwrap_or(first), ..Turn::default() };
+        for _ in 0..PAGES_A_TURN {
             let _moving = self.moving().await;
-            let (from, to) = (start.clone(), end.clone());
+            let (from, to) = (turn.next.clone(), end.clone());
             let page = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
-            let Some((last, _)) = page.last() else { return Ok(tally) };
-            start = after(last);
             let is_last = page.len() < PAGE;
-            self.move_page(page, &mut tally).await?;
-            if is_last || self.is_stopping() {
-                return Ok(tally);
+            self.move_page(page, &mut turn).await?;
+            if self.is_stopping() || (is_last && !turn.is_over()) {
+                return Ok((turn.tally, None));
+            }
+            if turn.is_over() {
+                break;
             }
         }
+        Ok((turn.tally, Some(turn.next)))
     }
 
-    async fn move_page(&self, page: Vec<(Bytes, Bytes)>, tally: &mut Tally) -> Result<()> {
+    async fn move_page(&self, page: Vec<(Bytes, Bytes)>, turn: &mut Turn) -> Result<()> {
         let mut plans = Vec::new();
-        let ready = match self.plan_page(page, &mut plans, tally).await {
+        let ready = match self.plan_page(page, &mut plans, turn).await {
             // Without its intent on disk, a copy would look like somebody else's object after a crash.
             Ok(()) if !plans.is_empty() => self.committer().sync().await,
             planned => planned,
@@ -102,34 +126,45 @@ impl Mover {
         }
         let each = plans.into_iter().map(|(ino, plan)| self.copy(ino, plan));
         let done: Vec<_> = stream::iter(each).buffer_unordered(AT_ONCE).collect().await;
-        done.into_iter().for_each(|done| tally.add(done.map(usize::from)));
+        done.into_iter().for_each(|done| turn.tally.add(done.map(usize::from)));
         Ok(())
     }
 
-    /// Decides about a page of files: what is to be copied comes to `plans`, also before an error.
+    /// Decides about a page of files, or as many as the turn still has room for: what is to be copied comes to `plans`, also
+    /// before an error.
     async fn plan_page(
         &self,
         page: Vec<(Bytes, Bytes)>,
         plans: &mut Vec<(InodeId, Plan)>,
-        tally: &mut Tally,
+        turn: &mut Turn,
     ) -> Result<()> {
         let (mut crowded, mut outdone) = (Vec::new(), Vec::new());
         for (key, value) in page {
+            if turn.is_over() {
+                break;
+            }
+            turn.next = after(&key);
             let planned = self.plan_one(&key, value).await;
             let Ok((ino, next)) = planned else {
-                tally.pass_over(planned.map(|_| 0))?;
+                turn.tally.pass_over(planned.map(|_| 0))?;
                 continue;
             };
             match next {
-                Next::Done | Next::WayMade => tally.done += 1,
+                Next::Done | Next::WayMade => turn.tally.done += 1,
                 Next::Wait => {}
                 Next::Settle(intent) => outdone.push((ino, intent)),
-                Next::Copy(plan) => plans.push((ino, plan)),
-                Next::MakeRoom(blob) => crowded.push(blob),
+                Next::Copy(plan) => {
+                    turn.bytes = turn.bytes.saturating_add(plan.from.size);
+                    plans.push((ino, plan));
+                }
+                Next::MakeRoom(blob) => {
+                    turn.bytes = turn.bytes.saturating_add(blob.size);
+                    crowded.push(blob);
+                }
             }
         }
         stream::iter(crowded).for_each_concurrent(AT_ONCE, |blob| self.save_one(blob)).await;
-        self.settle_writes(outdone, tally).await;
+        self.settle_writes(outdone, &mut turn.tally).await;
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, ObjectKey, Result};
@@ -197,18 +197,31 @@ impl Mover {
         }
     }
 
-    /// Looks at everything once.
+    /// Looks at everything once. Files are moved in turns, between which all else has its own: what lies below a large directory may
+    /// take hours.
     async fn pass(&self) -> Result<Tally> {
-        let mut pass = Pass::default();
-        pass.add(self.settle_doubts().await)?;
-        pass.add(self.settle_abandoned().await)?;
-        pass.add(self.free_unfinished().await)?;
-        pass.add(self.purge_trash().await)?;
-        pass.add(self.delete_due().await)?;
-        pass.add(self.walk_subtrees().await)?;
-        pass.add(self.move_files().await)?;
-        pass.tally.add(self.bucket().end_unanswered().await);
-        pass.failed.map_or(Ok(pass.tally), Err)
+        let (mut pass, mut walked, mut next) = (Pass::default(), None, None);
+        loop {
+            pass.add(self.settle_doubts().await)?;
+            pass.add(self.settle_abandoned().await)?;
+            pass.add(self.free_unfinished().await)?;
+            pass.add(self.purge_trash().await)?;
+            pass.add(self.delete_due().await)?;
+            // One that cannot be listed now has all others walked once more, which is much for each turn.
+            let renames = self.shared().subtree_moves.load(Ordering::SeqCst);
+            if walked.replace(renames) != Some(renames) {
+                pass.add(self.walk_subtrees().await)?;
+            }
+            let moved = self.move_files(next.take()).await;
+            pass.add(moved.map(|(tally, left)| {
+                next = left;
+                tally
+            }))?;
+            pass.tally.add(self.bucket().end_unanswered().await);
+            if next.is_none() {
+                return pass.failed.map_or(Ok(pass.tally), Err);
+            }
+        }
     }
 
     /// Whether the tree is being closed: what is left is done after the next start.

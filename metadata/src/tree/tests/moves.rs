@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_core::InodeId;
+use forebay_core::{Blob, FileLayout, InodeId};
 use forebay_io::object::{FaultMode, Faults, OperationKind};
 
 use super::world::*;
 use crate::records::{Change, Records};
-use crate::tree::{Placement, RenameMode, Tree, resolve};
+use crate::tree::{Existing, Placement, RenameMode, Tree, resolve};
 
 /// Files that were renamed and exchanged, of which the first goes aside: the store refuses its copy. Returns how often the
 /// lease was asked for until all were at their keys; it lapses at the `nth` question, for `times` of them.
@@ -96,6 +96,63 @@ async fn a_directory_that_cannot_be_listed_keeps_up_no_other() {
     world.check_objects(&then).await;
     let placed = world.write_path(&tree, "one/newer", "newer").await.expect("written");
     assert!(matches!(placed, Placement::Own { .. }), "and is not any more: {placed:?}");
+}
+
+/// While a large directory was moved, for hours in a far store, nothing was deleted that was removed meanwhile.
+#[tokio::test]
+async fn what_is_removed_while_a_large_directory_moves_goes_meanwhile() {
+    let world = World::memory().await;
+    for number in 0..1_100 {
+        world.put(&format!("one/{number:04}"), b"x").await;
+    }
+    world.put("gone", b"x").await;
+    let faults = Faults::new();
+    let tree = world.open_over(Some(world.bucket().with_faults(&faults))).await;
+    paths(&tree).await;
+    rename(&tree, "one", "two", RenameMode::Replace).await.expect("renamed");
+    // Behind the first turn.
+    faults.script(OperationKind::Copy, 1_025, FaultMode::Hang);
+    let gate = faults.gate(1);
+    let removed = async {
+        gate.reached().await;
+        unlink(&tree, "gone").await.expect("unlinked");
+        gate.open();
+        while faults.injected() == 0 {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::select! {
+        drained = tree.drain() => panic!("all was moved: {drained:?}"),
+        () = removed => {}
+    }
+    let left = world.objects().await;
+    assert!(left.contains_key("one/1099"), "it is being moved");
+    assert!(!left.contains_key("gone") && !left.contains_key("one/0000"), "and what is gone was deleted");
+}
+
+/// Files of many GiB are few to a turn.
+#[tokio::test]
+async fn large_files_are_moved_a_few_in_a_turn() {
+    let world = World::memory().await;
+    let tree = world.open().await;
+    for (name, size) in [("a", 6 << 30), ("b", 10 << 30), ("c", 1), ("d", 17 << 30), ("e", 1)] {
+        let file =
+            tree.create(InodeId::ROOT, name.as_bytes(), new_file(), Existing::Refuse).await.expect("made").0;
+        // Nobody has brought the bytes in.
+        let layout = FileLayout::of_blob(Blob::staged(tree.fresh_blob(), size, "host"));
+        tree.commit_layout(file.ino, 0, layout, time(7)).await.expect("committed");
+        tree.change(move |change| change.queue_move(file.ino)).await.expect("queued");
+    }
+    let mover = tree.mover.as_ref().expect("a mover");
+    let (mut next, mut turns) = (None, 0);
+    loop {
+        next = mover.move_files(next).await.expect("looked at").1;
+        turns += 1;
+        if next.is_none() {
+            break;
+        }
+    }
+    assert_eq!(turns, 3, "a and b, c and d, e");
 }
 
 /// A directory that left a renamed one, in the moment in which the mover began to walk that, was missed by the walk, and what lay
