@@ -2,19 +2,23 @@
 
 use forebay_core::{Blob, ErrorKind, FileLayout, InodeId, ObjectKey, Result};
 use forebay_io::object::{Authorship, ObjectInfo, Scheme};
+use futures::stream::{self, StreamExt, TryStreamExt};
 use tokio::time::Instant;
 
 use super::Mover;
 use super::deletions::after;
 use super::doubts::Asked;
 use super::moves::{discard, is_still};
-use super::run::{PAGE, Tally};
-use crate::kv::Durability;
+use super::run::{AT_ONCE, PAGE, Tally};
+use crate::kv::{Durability, Pair};
 use crate::records::{Change, Records, is_about_a_record, pass_over, readable, session_of};
 use crate::schema::{Announced, HolderState, Inode, Intent, Tag};
 
 /// Seconds that a store's clock may differ from this host's: past that, stores refuse what it has signed.
 const CLOCKS_APART: u64 = 15 * 60;
+
+/// Intents that are settled at once before anything is mounted: each takes requests to the store that answer in moments.
+const SETTLED_AT_ONCE: usize = 32;
 
 /// Whether an intent of which nothing has come yet is ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,23 +68,29 @@ impl Mover {
             let found = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
             let Some((last, _)) = found.last() else { return Ok(()) };
             start = after(last);
-            for (key, value) in found {
-                let settle = async {
-                    let ino = InodeId(keys.number_in(&key)?);
-                    let intent = Intent::decode(value)?;
-                    if intent.copies.is_some() {
-                        return self.settle_copy_of_before(ino, &intent, patience).await;
-                    }
-                    let patience = match has_guests {
-                        true => Patience::Unknown,
-                        false => self.end_uploads(ino).await.map(|()| patience)?,
-                    };
-                    let settled = self.settle_intent_of(ino, false, (None, patience)).await?;
-                    Ok(settled.is_over())
-                };
-                pass_over(settle.await)?;
-            }
+            let settle = |record| self.settle_of_before(record, has_guests, patience);
+            let settled = stream::iter(found).map(settle).buffer_unordered(SETTLED_AT_ONCE);
+            settled.map(pass_over).try_for_each(async |_| Ok(())).await?;
         }
+    }
+
+    /// Settles one of before this process.
+    async fn settle_of_before(
+        &self,
+        (key, value): Pair,
+        has_guests: bool,
+        patience: Patience,
+    ) -> Result<bool> {
+        let ino = InodeId(self.shared().keys.number_in(&key)?);
+        let intent = Intent::decode(value)?;
+        if intent.copies.is_some() {
+            return self.settle_copy_of_before(ino, &intent, patience).await;
+        }
+        let patience = match has_guests {
+            true => Patience::Unknown,
+            false => self.end_uploads(ino).await.map(|()| patience)?,
+        };
+        Ok(self.settle_intent_of(ino, false, (None, patience)).await?.is_over())
     }
 
     /// Settles a copy of a dead process that was made; one that may still come, when it cannot any more. What comes to an owned
@@ -126,13 +136,9 @@ impl Mover {
             let page = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
             let Some((last, _)) = page.last() else { return Ok(tally) };
             start = after(last);
-            for (key, value) in page {
-                let settle = async {
-                    let ino = InodeId(keys.number_in(&key)?);
-                    let is_left = self.is_abandoned(ino).await?;
-                    if is_left { self.settle_left(ino, &Intent::decode(value)?).await } else { Ok(false) }
-                };
-                let settled = settle.await;
+            let settle = |record| self.settle_if_abandoned(record);
+            let mut settling = stream::iter(page).map(settle).buffer_unordered(AT_ONCE);
+            while let Some(settled) = settling.next().await {
                 let is_away = settled.as_ref().is_err_and(|error| !is_about_a_record(error));
                 tally.add(settled.map(usize::from));
                 if is_away {
@@ -140,6 +146,12 @@ impl Mover {
                 }
             }
         }
+    }
+
+    async fn settle_if_abandoned(&self, (key, value): Pair) -> Result<bool> {
+        let ino = InodeId(self.shared().keys.number_in(&key)?);
+        let is_left = self.is_abandoned(ino).await?;
+        if is_left { self.settle_left(ino, &Intent::decode(value)?).await } else { Ok(false) }
     }
 
     /// Whether nobody is writing to an inode: it is gone or in the trash.

@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::io::Write;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -14,7 +13,6 @@ use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use tracing::{debug, warn};
 
-use super::Tree;
 use crate::adopt::not_whole;
 use crate::commit::{Committer, Txn};
 use crate::dump::{self, DumpReport, Frozen};
@@ -26,22 +24,17 @@ use crate::kv::Durability;
 use crate::mover::{Mover, free_unfinished};
 
 use crate::records::{
-    Change, Look, OutsideChange, OutsideListener, Records, Shared, Spelling, TreeSettings, asking_as,
-    asking_session, names_of, pass_over, path_or_name, readable,
+    Change, Look, OutsideChange, OutsideListener, Records, Shared, Spelling, TreeSettings, asking_session,
+    names_of, path_or_name,
 };
 use crate::schema::{
-    Counters, ImportState, Inode, Keys, OWN_NUMBERS, Partial, SessionRecord, Tag, UploadRecord, encode_plain,
+    Counters, ImportState, Inode, Keys, OWN_NUMBERS, Partial, SessionRecord, Tag, encode_plain,
 };
 
 /// How long `close` goes on moving and deleting objects.
 const CLOSE_DRAIN: Duration = Duration::from_secs(5);
 /// How long it then waits for listings and moves under way before it cancels them.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(5);
-/// Inode numbers, and generations, that are passed over where some may have been given out and lost: more than can be given out in the second or
-/// so before what was answered is durable.
-const NUMBERS_LOST: u64 = 1 << 28;
-/// Orphans freed between two looks at the records.
-const PAGE: usize = 256;
 /// Claims, and loans, whose keys are kept in memory; where there are more, each is asked for.
 const MOST_KNOWN: usize = 4096;
 /// Files whose first content is looked for at once.
@@ -205,68 +198,6 @@ impl LocalTree {
         .await
     }
 
-    /// Frees what earlier sessions had open: this is the only active one, so they are dead. What their clones left, which may
-    /// be much, the mover frees. What cannot be read stays, and refuses no mount.
-    async fn end_dead_sessions(&self) -> Result<()> {
-        let keys = self.shared.keys;
-        let (mut start, end) = keys.family(Tag::Orphan);
-        loop {
-            let (from, to) = (start.clone(), end.clone());
-            let found = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
-            let Some((last, _)) = found.last() else { break };
-            start = [&last[..], &[0]].concat().into();
-            for (key, _) in found {
-                let Some((session, ino)) = readable(keys.number_and_ino_in(&key)) else { continue };
-                let free =
-                    self.transact(Durability::Buffered, move |change| change.free_orphan(session, ino));
-                pass_over(free.await)?;
-            }
-        }
-        let (mut start, end) = keys.family(Tag::Session);
-        loop {
-            let (from, to) = (start.clone(), end.clone());
-            let found = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
-            let Some((last, _)) = found.last() else { return Ok(()) };
-            start = [&last[..], &[0]].concat().into();
-            for (key, value) in found {
-                pass_over(self.end_dead_session(key, value).await)?;
-            }
-        }
-    }
-
-    /// Gives guests of the process that served this tree before time to come. Of what it told them last, some may be lost: the
-    /// inode numbers of that are nobody's from now on.
-    async fn expect_guests(&self) -> Result<()> {
-        if !self.shared.settings.serves {
-            return Ok(());
-        }
-        let (mut start, end) = self.shared.keys.family(Tag::Session);
-        loop {
-            let (from, to) = (start.clone(), end.clone());
-            let found = self.look(move |look| look.reads().scan(&from, &to, PAGE)).await?;
-            let Some((last, _)) = found.last() else { break };
-            start = [&last[..], &[0]].concat().into();
-            for (key, value) in found.into_iter().filter(|(key, _)| !self.shared.keys.is_upload(key)) {
-                let record = readable(SessionRecord::decode(value)).filter(|record| record.is_guest);
-                if let (Some(_), Some(session)) = (record, readable(self.shared.keys.number_in(&key))) {
-                    self.shared.guests.expect(session);
-                }
-            }
-        }
-        if !self.shared.guests.expected().is_empty() {
-            // Before any is given out: the next process to be lost may lose what it had given out as well.
-            let skip = |change: &mut Change<'_, '_>| {
-                let mut counters = change.counters()?;
-                counters.next_ino += NUMBERS_LOST;
-                change.put(change.keys().counters(), counters.encode())?;
-                Ok(counters.next_ino)
-            };
-            let first = self.transact(Durability::Durable, skip).await?;
-            self.shared.first_number.store(first, Ordering::Relaxed);
-        }
-        Ok(())
-    }
-
     /// Notes that another mount writes to this tree as `session`, which it is known by in the names of what it writes. Returns
     /// whether it was expected: it goes on then.
     pub(crate) async fn welcome(&self, session: u64) -> Result<bool> {
@@ -357,58 +288,12 @@ impl LocalTree {
         files.iter().for_each(|ino| self.shared.holds.take(*ino, session));
     }
 
-    /// Ends a session of another mount: what it was writing is in doubt, what it wrote and did not commit is garbage.
-    pub(crate) async fn end_guest(&self, session: u64) -> Result<()> {
-        self.forget_guest(session);
-        for ino in self.shared.holds.of(session) {
-            self.let_go(ino, session).await?;
-        }
-        for ino in self.shared.guests.opened_by(session) {
-            pass_over(asking_as(session, self.closed(ino)).await)?;
-        }
-        let keys = self.shared.keys;
-        let (from, to) = keys.below(Tag::Session, session);
-        let found = self.look(move |look| look.reads().scan(&from, &to, usize::MAX)).await?;
-        for (key, value) in found {
-            pass_over(self.end_dead_session(key, value).await)?;
-        }
-        Ok(())
-    }
-
-    /// Ends sessions that did not come.
-    pub(crate) async fn end_missing_guests(&self) -> Result<()> {
-        for session in self.shared.guests.forget_missing() {
-            warn!(
-                session = format!("{session:016x}"),
-                "a mount that was served before did not come back: what it was writing is given up"
-            );
-            self.end_guest(session).await?;
-        }
-        Ok(())
-    }
-
     /// A session is at a file's own path no more, and has not said what came of it.
     pub(crate) async fn let_go(&self, ino: InodeId, session: u64) -> Result<()> {
         match (&self.mover, self.shared.holds.release(ino, session)) {
             (Some(mover), true) => mover.doubt_write(ino).await,
             _ => Ok(()),
         }
-    }
-
-    /// Forgets a session that is not this one, or an upload of such a one, which is aborted first.
-    async fn end_dead_session(&self, key: Bytes, value: Bytes) -> Result<()> {
-        let keys = self.shared.keys;
-        if readable(keys.number_in(&key)).is_none_or(|session| self.shared.is_living(session)) {
-            return Ok(());
-        }
-        if let (true, Some(mover)) = (keys.is_upload(&key), &self.mover) {
-            let upload = UploadRecord::decode(value)?;
-            if let Err(error) = mover.bucket().abort_upload(&upload.key, &upload.id).await {
-                warn!(key = %upload.key, %error, "an upload of a dead session is left for the next start");
-                return Ok(());
-            }
-        }
-        self.transact(Durability::Buffered, move |change| change.delete(key.clone())).await
     }
 
     /// The names from the root to an inode's first name; empty for the root.

@@ -17,6 +17,7 @@ mod place;
 mod clone;
 mod following;
 mod local;
+mod leftovers;
 mod operations;
 mod quota;
 mod trash;

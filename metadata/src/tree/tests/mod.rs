@@ -20,6 +20,7 @@ mod trash;
 mod quota;
 mod lost;
 mod large;
+mod leftovers;
 mod crash;
 mod doubts;
 mod lapses;
