@@ -83,6 +83,8 @@ pub(super) enum Line {
         ino: InodeId,
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         is_unfinished: bool,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        kept_ms: Option<u64>,
     },
     Known {
         session: u64,
@@ -140,7 +142,11 @@ impl Line {
             Tag::Loan => Self::Loan(Loan::decode(value)?),
             Tag::Orphan => {
                 let (session, ino) = keys.number_and_ino_in(key)?;
-                Self::Orphan { session, ino, is_unfinished: Orphan::decode(value)?.is_unfinished }
+                let (is_unfinished, kept_ms) = match Orphan::decode(value)? {
+                    Orphan::Unfinished => (true, None),
+                    Orphan::Open { kept_ms } => (false, kept_ms),
+                };
+                Self::Orphan { session, ino, is_unfinished, kept_ms }
             }
             Tag::Known => Self::Known { session: keys.number_in(key)? },
             Tag::Trash => {
@@ -175,8 +181,12 @@ impl Line {
             Self::Member { ino, segment } => (keys.member(segment.key.as_str(), *ino), segment.encode()),
             Self::Loose(loose) => (keys.loose(loose.blob.key.as_str()), loose.encode()),
             Self::Loan(loan) => (keys.loan(&loan.blob), loan.encode()),
-            Self::Orphan { session, ino, is_unfinished } => {
-                (keys.orphan(*session, *ino), Orphan { is_unfinished: *is_unfinished }.encode())
+            Self::Orphan { session, ino, is_unfinished, kept_ms } => {
+                let orphan = match is_unfinished {
+                    true => Orphan::Unfinished,
+                    false => Orphan::Open { kept_ms: *kept_ms },
+                };
+                (keys.orphan(*session, *ino), orphan.encode())
             }
             Self::Known { session } => (keys.known(*session), encode_plain(b"")),
             Self::Trash { due_ms, ino } => (keys.trash(*due_ms, *ino), encode_plain(b"")),
@@ -254,9 +264,13 @@ mod tests {
             Line::Move { ino: InodeId(2), what },
             r#"{"move":{"ino":2,"what":{"subtree":{"prefixes":["a/"]}}}}"#,
         );
-        let orphan = |is_unfinished| Line::Orphan { session: 3, ino: InodeId(2), is_unfinished };
-        check(orphan(false), r#"{"orphan":{"session":3,"ino":2}}"#);
-        check(orphan(true), r#"{"orphan":{"session":3,"ino":2,"is_unfinished":true}}"#);
+        let orphan = |is_unfinished, kept_ms| {
+            let ino = InodeId(2);
+            Line::Orphan { session: 3, ino, is_unfinished, kept_ms }
+        };
+        check(orphan(false, None), r#"{"orphan":{"session":3,"ino":2}}"#);
+        check(orphan(true, None), r#"{"orphan":{"session":3,"ino":2,"is_unfinished":true}}"#);
+        check(orphan(false, Some(5)), r#"{"orphan":{"session":3,"ino":2,"kept_ms":5}}"#);
         check(Line::Known { session: 3 }, r#"{"known":{"session":3}}"#);
         check(Line::Trash { due_ms: 4, ino: InodeId(2) }, r#"{"trash":{"due_ms":4,"ino":2}}"#);
         let end = End { records: 1, blake3: "00".into() };

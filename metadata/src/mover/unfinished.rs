@@ -55,7 +55,7 @@ async fn free_if_unfinished(
     value: Bytes,
 ) -> Result<bool> {
     let (session, top) = shared.keys.number_and_ino_in(key)?;
-    let is_left = Orphan::decode(value)?.is_unfinished && !shared.clones.builds(top);
+    let is_left = Orphan::decode(value)?.is_unfinished() && !shared.clones.builds(top);
     if is_left {
         free(committer, shared, session, top).await?;
     }

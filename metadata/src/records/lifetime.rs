@@ -34,10 +34,11 @@ impl Change<'_, '_> {
         }
         let removed = self.removed(ino, &inode)?;
         if self.shared.openers(ino) == 0 {
-            self.discard(ino, inode)?;
+            self.discard(ino, inode, self.kept_ms())?;
             return Ok(removed);
         }
-        self.put(self.keys().orphan(self.shared.session, ino), Orphan { is_unfinished: false }.encode())?;
+        let orphan = Orphan::Open { kept_ms: Some(self.kept_ms()) };
+        self.put(self.keys().orphan(self.shared.session, ino), orphan.encode())?;
         self.put_inode(ino, &inode)?;
         self.settle_home(ino, &inode)?;
         Ok(removed)
@@ -126,12 +127,13 @@ impl Change<'_, '_> {
             return Ok(());
         }
         let key = self.keys().orphan(session, ino);
-        match self.reads().get(&key)?.map(Orphan::decode).transpose()? {
-            Some(orphan) if !orphan.is_unfinished => self.delete(key)?,
-            _ => return Ok(()),
-        }
+        let kept_ms = match self.reads().get(&key)?.map(Orphan::decode).transpose()? {
+            Some(Orphan::Open { kept_ms }) => kept_ms.unwrap_or_else(|| self.kept_ms()),
+            Some(Orphan::Unfinished) | None => return Ok(()),
+        };
+        self.delete(key)?;
         match self.find(ino)? {
-            Some(inode) if inode.nlink == 0 => self.discard(ino, inode),
+            Some(inode) if inode.nlink == 0 => self.discard(ino, inode, kept_ms),
             _ => Ok(()),
         }
     }

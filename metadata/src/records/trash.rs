@@ -44,10 +44,14 @@ impl FromStr for TrashId {
 }
 
 impl Change<'_, '_> {
-    /// The end of an inode without names that nobody has open: it goes to the trash, or is freed where there is none.
-    pub(crate) fn discard(&mut self, ino: InodeId, mut inode: Inode) -> Result<()> {
-        let trash_ms = self.shared.settings.trash_ms;
-        if trash_ms == 0 || !self.keeps_deleted {
+    /// For how many milliseconds what this takes away is kept in the trash; 0: not at all.
+    pub(crate) fn kept_ms(&self) -> u64 {
+        if self.keeps_deleted { self.shared.settings.trash_ms } else { 0 }
+    }
+
+    /// The end of an inode without names that nobody has open: it goes to the trash for `kept_ms`, or is freed where that is 0.
+    pub(crate) fn discard(&mut self, ino: InodeId, mut inode: Inode, kept_ms: u64) -> Result<()> {
+        if kept_ms == 0 {
             return self.free(ino, inode);
         }
         self.part_with_home(ino, &mut inode)?;
@@ -57,7 +61,7 @@ impl Change<'_, '_> {
             _ => {}
         }
         self.put_inode(ino, &inode)?;
-        let due_ms = self.shared.now_ms().saturating_add(trash_ms);
+        let due_ms = self.shared.now_ms().saturating_add(kept_ms);
         self.put(self.keys().trash(due_ms, ino), encode_plain(b""))
     }
 

@@ -12,7 +12,7 @@ use crate::schema::{Inode, Orphan, Tag};
 impl Change<'_, '_> {
     /// Marks a directory without a name as unfinished.
     pub(crate) fn mark_unfinished(&mut self, session: u64, ino: InodeId) -> Result<()> {
-        self.put(self.keys().orphan(session, ino), Orphan { is_unfinished: true }.encode())
+        self.put(self.keys().orphan(session, ino), Orphan::Unfinished.encode())
     }
 
     /// Frees up to `limit` entries of what a clone left, and the directory itself after the last one. Returns whether it is
@@ -20,7 +20,7 @@ impl Change<'_, '_> {
     pub(crate) fn free_unfinished(&mut self, session: u64, top: InodeId, limit: usize) -> Result<bool> {
         let record = self.keys().orphan(session, top);
         let mark = self.reads().get(&record)?.map(Orphan::decode).transpose()?;
-        if !mark.is_some_and(|mark| mark.is_unfinished) || self.shared.clones.builds(top) {
+        if !mark.is_some_and(Orphan::is_unfinished) || self.shared.clones.builds(top) {
             return Ok(true);
         }
         let Some(directory) = self.find(top)? else {

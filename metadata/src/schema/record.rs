@@ -314,30 +314,49 @@ impl ImportState {
 
 /// `O session ino`: an inode without names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Orphan {
-    /// Whether it is a directory that a clone of the session builds, with all below it; else the session has it open.
-    pub is_unfinished: bool,
+pub enum Orphan {
+    /// The session has it open.
+    Open {
+        /// For how many milliseconds it is kept in the trash once it is open no more, 0: not at all. `None` in records of before
+        /// this was kept.
+        kept_ms: Option<u64>,
+    },
+    /// It is a directory that a clone of the session builds, with all below it.
+    Unfinished,
 }
 
 impl Orphan {
     /// The record.
     pub fn encode(&self) -> Bytes {
         let mut out = Encoder::new();
-        if self.is_unfinished {
-            out.byte(1);
+        match self {
+            Self::Open { kept_ms: None } => {}
+            Self::Unfinished => out.byte(1),
+            Self::Open { kept_ms: Some(kept_ms) } => {
+                out.byte(2);
+                out.number(*kept_ms);
+            }
         }
         out.finish()
     }
 
     /// Reads the record.
     pub fn decode(value: Bytes) -> Result<Self> {
-        let is_unfinished = value.len() > 1;
+        let is_marked = value.len() > 1;
         let mut from = Decoder::new(value, "orphan")?;
-        if is_unfinished && from.byte()? != 1 {
-            return Err(from.bad("has an unknown mark"));
-        }
+        let record = match is_marked.then(|| from.byte()).transpose()? {
+            None => Self::Open { kept_ms: None },
+            Some(1) => Self::Unfinished,
+            Some(2) => Self::Open { kept_ms: Some(from.number()?) },
+            Some(_) => return Err(from.bad("has an unknown mark")),
+        };
         from.finish()?;
-        Ok(Self { is_unfinished })
+        Ok(record)
+    }
+
+    /// Whether a clone builds it.
+    pub fn is_unfinished(self) -> bool {
+        self == Self::Unfinished
     }
 }
 

@@ -147,8 +147,9 @@ fn golden_values() {
     check(state.encode(), "0101016101 0200");
     check(SessionRecord { started: Timestamp { seconds: 1, nanos: 3 }, is_guest: false }.encode(), "010203");
     check(SessionRecord { started: Timestamp { seconds: 1, nanos: 3 }, is_guest: true }.encode(), "01020301");
-    check(Orphan { is_unfinished: false }.encode(), "01");
-    check(Orphan { is_unfinished: true }.encode(), "01 01");
+    check(Orphan::Open { kept_ms: None }.encode(), "01");
+    check(Orphan::Unfinished.encode(), "01 01");
+    check(Orphan::Open { kept_ms: Some(128) }.encode(), "01 02 8001");
     check(UploadRecord { key: key.clone(), id: "u".into() }.encode(), "01016b0175");
     check(Counters { next_ino: 2, inodes: 1, bytes: 128 }.encode(), "010201 8001");
     check(quota().encode(), "01 01 8002 00 01 04 01");

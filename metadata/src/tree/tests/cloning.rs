@@ -65,7 +65,7 @@ pub(super) async fn begin<'a>(
 pub(super) async fn unfinished(tree: &LocalTree) -> usize {
     let (start, end) = tree.shared.keys.family(Tag::Orphan);
     let found = tree.look(|look| look.reads().scan(&start, &end, usize::MAX)).await.expect("records");
-    let is_unfinished = |value: &Bytes| Orphan::decode(value.clone()).expect("a record").is_unfinished;
+    let is_unfinished = |value: &Bytes| Orphan::decode(value.clone()).expect("a record").is_unfinished();
     found.iter().filter(|(_, value)| is_unfinished(value)).count()
 }
 

@@ -124,7 +124,7 @@ async fn nor_do_they_of_a_tree_without_a_bucket() {
         let spoil = move |change: &mut Change<'_, '_>| {
             let orphan = match is_unfinished {
                 // Whose inode cannot be read.
-                true => crate::schema::Orphan { is_unfinished }.encode(),
+                true => crate::schema::Orphan::Unfinished.encode(),
                 false => Bytes::from_static(SPOILED),
             };
             change.put(change.keys().orphan(change.shared.session, ino), orphan)?;

@@ -9,6 +9,8 @@ use forebay_io::object::{Condition, FaultMode, Faults, OperationKind};
 
 use super::sharing::{no_loans, share};
 use super::world::*;
+use crate::records::{Change, Records};
+use crate::schema::Orphan;
 use crate::testing::{Chance, rounds};
 use crate::tree::{Existing, LocalTree, Placement, RenameMode, TrashId, Trashed, Tree, resolve};
 
@@ -244,10 +246,13 @@ async fn what_is_gone_already_is_not_kept() {
     world.put("d/b", b"theirs").await;
     let tree = world.open().await;
     paths(&tree).await;
+    let open = resolve(&tree, "a").await.expect("found").ino;
+    tree.opened(open).await.expect("opened");
     world.delete("a").await;
     world.delete("d/b").await;
     world.pass_ttl();
     assert!(paths(&tree).await.is_empty());
+    tree.closed(open).await.expect("closed");
     assert!(trash(&tree).await.is_empty());
     tree.close().await.expect("closed");
     world.settings.trash_ms = 0;
@@ -272,6 +277,46 @@ async fn the_time_is_that_of_the_mount_that_deleted() {
     tree.drain().await.expect("drained");
     tree.restore(newest(&tree, "a").await, ROOT, b"a").await.expect("restored");
     assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "kept");
+}
+
+/// What was open when its mount died went to the trash of the next mount: where that had none, it was gone for good.
+#[tokio::test]
+async fn the_time_of_what_was_open_is_that_of_the_mount_that_deleted() {
+    let kept_ms = KEPT.as_millis() as u64;
+    for (deletes, is_of_before, next, kept) in
+        [(kept_ms, false, 0, kept_ms), (0, false, kept_ms, 0), (kept_ms, false, 7, kept_ms), (0, true, 7, 7)]
+    {
+        println!("{deletes}, then {next}; a record of before this was kept: {is_of_before}");
+        let mut world = World::memory().await;
+        world.settings.trash_ms = deletes;
+        let tree = world.open().await;
+        world.write_path(&tree, "a", "bytes").await.expect("written");
+        let ino = resolve(&tree, "a").await.expect("found").ino;
+        tree.opened(ino).await.expect("opened");
+        unlink(&tree, "a").await.expect("unlinked");
+        if is_of_before {
+            let old = move |change: &mut Change<'_, '_>| {
+                let key = change.keys().orphan(change.shared.session, ino);
+                change.put(key, Orphan::Open { kept_ms: None }.encode())
+            };
+            tree.change(old).await.expect("written");
+        }
+        tree.sync().await.expect("synced");
+        world.crash(tree, false).await;
+        world.settings.trash_ms = next;
+        let tree = world.open().await;
+        tree.drain().await.expect("drained");
+        let due_ms = tree.shared.now_ms() + kept;
+        let found: Vec<TrashId> = trash(&tree).await.into_iter().map(|one| one.id).collect();
+        if kept == 0 {
+            assert_eq!(found, []);
+            world.check_objects(&[]).await;
+            continue;
+        }
+        assert_eq!(found, [TrashId { due_ms, ino }]);
+        tree.restore(found[0], ROOT, b"b").await.expect("restored");
+        assert_eq!(world.read_path(&tree, "b").await.expect("bytes"), "bytes");
+    }
 }
 
 #[tokio::test]
