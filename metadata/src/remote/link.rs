@@ -35,7 +35,7 @@ const SHORT_STAY: Duration = Duration::from_secs(1);
 /// Messages on their way: more than there are calls that wait.
 const QUEUE: usize = 1 << 20;
 
-/// Files whose opening was given up, and whose answers are waited for all the same.
+/// Files whose opening, or closing, nobody waits for any more, and whose answers are waited for all the same.
 const MOST_GIVEN_UP: usize = 4096;
 
 /// Finds the addresses at which the tree is served now.
@@ -487,8 +487,8 @@ impl Link {
     }
 }
 
-/// Takes a request back of which nobody waits for the answer any more, but for one that opens a file where it is asked already: once
-/// it has, that is closed again.
+/// Takes a request back of which nobody waits for the answer any more, but for one that closes a file, or opens one where it is asked
+/// already, which is closed again once it has: it would stay open there.
 struct Leaving<'a> {
     link: &'a Link,
     id: u64,
@@ -497,9 +497,10 @@ struct Leaving<'a> {
 impl Drop for Leaving<'_> {
     fn drop(&mut self) {
         let mut line = self.link.line.lock();
-        let given_up = line.waiting.values().filter(|waiting| waiting.is_given_up()).count();
+        let given_up = line.waiting.values().filter(|waiting| waiting.reply.is_closed()).count();
         let opens = |waiting: &Waiting| waiting.is_sent && waiting.request.opens();
-        if given_up > MOST_GIVEN_UP || !line.waiting.get(&self.id).is_some_and(opens) {
+        let stays = |waiting: &Waiting| opens(waiting) || matches!(waiting.request, Request::Closed(_));
+        if given_up > MOST_GIVEN_UP || !line.waiting.get(&self.id).is_some_and(stays) {
             line.waiting.remove(&self.id);
         }
     }

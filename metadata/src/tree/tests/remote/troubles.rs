@@ -171,6 +171,34 @@ async fn what_many_files_of_a_mount_want_of_the_store_is_asked_at_once_when_it_i
     served.end().await;
 }
 
+/// It was forgotten once nobody waited for it any more: the file stayed open where the tree is, and what was unlinked stayed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_file_that_is_closed_while_nobody_hears_it_is_closed_later() {
+    let mut site = Site::new(Kind::Memory).await;
+    let served = site.serve().await;
+    let patient = site.join().await;
+    site.deadline = Duration::from_millis(300);
+    let guest = site.join().await;
+    let file = create(&patient, "a").await;
+    guest.opened(file).await.expect("opened");
+    let address = std::mem::take(&mut *site.address.lock());
+    served.server.cut();
+    until("the cut", async || guest.reached().is_none()).await;
+    guest.closed(file).await.expect("nobody waits for it");
+    // Twice as long as anybody waits.
+    for _ in 0..2 {
+        assert_eq!(kind_of(guest.lookup(ROOT, b"a").await), ErrorKind::Unavailable);
+    }
+    *site.address.lock() = address;
+    until("another way", async || guest.reached().is_some()).await;
+    patient.unlink(ROOT, b"a").await.expect("unlinked");
+    until("its end", async || patient.attributes(file).await.is_err()).await;
+    for mount in [guest, patient] {
+        mount.close().await.expect("closed");
+    }
+    served.end().await;
+}
+
 /// Who had given up waiting for a file to be opened never closed it: it stayed open where the tree is, and what was unlinked stayed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_file_whose_opening_was_given_up_is_not_open() {
