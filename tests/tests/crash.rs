@@ -245,6 +245,24 @@ async fn a_load_on_a_disk_whose_power_fails_keeps_what_was_synced() {
     }
 }
 
+/// LMDB is for a disk of one host: where the file system may be several hosts', that is told, once.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tree_on_a_file_system_that_hosts_may_share_is_told_of() {
+    if !require_fuse("a_tree_on_a_file_system_that_hosts_may_share_is_told_of") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let disk = PowerDisk::mount(scratch.folder("disk"));
+    for (folder, times) in [(disk.path().join("bucket"), 1), (scratch.join("bucket"), 0)] {
+        fs::create_dir(&folder).expect("a folder");
+        let bucket = TestBucket::folder(&folder).await;
+        let home = scratch.join(&format!("home-{times}"));
+        let mount = Mount::new(&home, &bucket.url().to_string(), &scratch.join("mnt"), &[], &[]);
+        let told = mount.log().matches("the tree lies on FUSE, which hosts may share").count();
+        assert_eq!(told, times, "{}", mount.log());
+    }
+}
+
 /// What is mounted and killed.
 struct Load<'a> {
     /// Where the mount has its home. Unless it writes back, it loses that in every second round.

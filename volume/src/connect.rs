@@ -18,7 +18,7 @@ use forebay_io::task::TaskGroup;
 use forebay_metadata::adopt::looks_copied;
 use forebay_metadata::commit::{Committer, CommitterSettings, Guard, Txn};
 use forebay_metadata::follow::{self, Follower, Leader};
-use forebay_metadata::kv::{Durability, Engine, LmdbEngine, LmdbSettings, SlateEngine, after};
+use forebay_metadata::kv::{Durability, Engine, SlateEngine, after};
 use forebay_metadata::schema::{Keys, encode_plain};
 use forebay_metadata::tree::{GcSettings, ImportSettings, LocalTree, TreeParts, TreeSettings};
 use forebay_metadata::volume_file::{Access, Claim, EngineKind, VolumeFile, VolumeRecord};
@@ -28,7 +28,7 @@ use crate::settings::{VolumeSettings, WriteSettings};
 use crate::staging::{self, Durable, Staging};
 use crate::standby::Standby;
 use crate::{Parts, Volume, Writeback};
-use crate::{compact, control};
+use crate::{compact, control, tree_file};
 
 /// How often a tree that another mount changes meanwhile is copied until it is given up.
 const COPY_TRIES: u32 = 3;
@@ -421,7 +421,7 @@ impl Home {
     async fn engine(&self, bucket: &Bucket, settings: &VolumeSettings) -> Result<Arc<dyn Engine>> {
         Ok(match self {
             Self::Bucket => Arc::new(SlateEngine::open(bucket, &settings.engine()).await?),
-            Self::Directory { path, .. } => Arc::new(LmdbEngine::open(path, &LmdbSettings::default()).await?),
+            Self::Directory { path, inside_bucket } => Arc::new(tree_file::open(path, *inside_bucket).await?),
         })
     }
 }

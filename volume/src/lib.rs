@@ -30,6 +30,7 @@ pub mod quota;
 pub mod control;
 mod joining;
 mod standby;
+mod tree_file;
 mod connect;
 pub mod backup;
 #[cfg(test)]

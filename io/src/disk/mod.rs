@@ -4,6 +4,7 @@
 mod at_hand;
 mod direct;
 mod ring;
+mod shared;
 
 use std::fs::File;
 use std::io;
@@ -13,6 +14,7 @@ use std::os::fd::AsRawFd;
 pub use at_hand::{is_at_hand, open_at_hand, read_at_hand};
 pub use direct::{ALIGNMENT, is_local, open_direct, pass_cache, write_direct};
 pub use ring::Ring;
+pub use shared::shared_file_system;
 
 /// What file systems say that know no such call; whoever syncs the file then writes all of it out.
 const UNKNOWN: [i32; 4] = [libc::ENOSYS, libc::EINVAL, libc::EOPNOTSUPP, libc::ESPIPE];
