@@ -3,7 +3,7 @@
 //! The work runs where its first caller is, which saves two switches of tasks a block; when that caller goes away it
 //! goes on as a task, so that nobody is stranded. A failure goes to everyone who waited and to nobody who comes later.
 //! Work that still waits for its turn ends when the last waiter has left, so that cancelled callers leave no queue
-//! behind; work that has begun is finished.
+//! behind; work that has begun is finished. Who joins one that nobody waited for yet has it know that somebody does.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -20,6 +20,7 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use crate::block::{BlockId, BuildUniform};
+use crate::demand::Demand;
 
 /// What a flight brings; errors are shared, since all waiters get one.
 type Outcome<T> = Option<std::result::Result<T, Arc<Error>>>;
@@ -27,13 +28,20 @@ type Outcome<T> = Option<std::result::Result<T, Arc<Error>>>;
 /// The flight's end; the table and the flight's own task hold it, and it closes when both let go.
 type Landing<T> = Arc<watch::Sender<Outcome<T>>>;
 
-type Table<T> = Mutex<HashMap<BlockId, Landing<T>, BuildUniform>>;
+type Table<T> = HashMap<BlockId, Flight<T>, BuildUniform>;
+
+/// A flight under way.
+#[derive(Debug)]
+struct Flight<T> {
+    landing: Landing<T>,
+    demand: Demand,
+}
 
 /// The flights of one kind of work.
 #[derive(Debug)]
 pub(crate) struct Flights<T> {
     adopter: Adopter,
-    table: Arc<Table<T>>,
+    table: Arc<Mutex<Table<T>>>,
 }
 
 /// Takes over the work of callers that go away, wherever they do.
@@ -56,22 +64,23 @@ impl<T: Clone + Send + Sync + 'static> Flights<T> {
     /// runtime.
     pub(crate) fn new(name: &'static str, tasks: TaskGroup) -> Self {
         let adopter = Adopter { name, tasks, runtime: Handle::current() };
-        Self { adopter, table: Arc::new(Mutex::new(HashMap::default())) }
+        Self { adopter, table: Arc::default() }
     }
 
-    /// Joins the flight for `id`, or starts one that runs `work`. Cancel-safe.
+    /// Joins the flight for `id`, or starts one that runs `work`; `demand` says whether somebody waits for it. Cancel-safe.
     pub(crate) async fn join<F>(
         &self,
         id: BlockId,
+        demand: &Demand,
         work: impl FnOnce(Arc<Ticket<T>>) -> F + Send + 'static,
     ) -> Result<(T, Role)>
     where
         F: Future<Output = Result<T>> + Send + 'static,
     {
-        let (mut waiter, ticket) = self.board(id);
-        let role = if ticket.is_some() { Role::Led } else { Role::Joined };
-        match ticket {
-            Some(ticket) => {
+        let (mut waiter, place) = self.board(id, demand);
+        let role = if place.is_ok() { Role::Led } else { Role::Joined };
+        match place {
+            Ok(ticket) => {
                 let ticket = Arc::new(ticket);
                 let flight = async move {
                     let outcome = work(ticket.clone()).await;
@@ -79,8 +88,15 @@ impl<T: Clone + Send + Sync + 'static> Flights<T> {
                 };
                 Own { flight: Some(Box::pin(flight)), adopter: &self.adopter }.await;
             }
-            // The flight may be waiting for just the room that this work holds.
-            None => drop(work),
+            Err(theirs) => {
+                // The flight may be waiting for just the room that this work holds.
+                drop(work);
+                tokio::select! {
+                    biased;
+                    () = demand.raised() => theirs.raise(),
+                    _ = waiter.changed() => {}
+                }
+            }
         }
         let outcome = match waiter.wait_for(Option::is_some).await {
             Ok(outcome) => outcome.clone(),
@@ -93,16 +109,20 @@ impl<T: Clone + Send + Sync + 'static> Flights<T> {
         }
     }
 
-    /// A place on the flight for `id`; with a ticket, the flight is the caller's to run.
-    fn board(&self, id: BlockId) -> (watch::Receiver<Outcome<T>>, Option<Ticket<T>>) {
+    /// A place on the flight for `id`: with a ticket, the flight is the caller's to run, and else it has its own demand.
+    fn board(
+        &self,
+        id: BlockId,
+        demand: &Demand,
+    ) -> (watch::Receiver<Outcome<T>>, Result<Ticket<T>, Demand>) {
         let mut table = self.table.lock();
-        if let Some(landing) = table.get(&id) {
-            return (landing.subscribe(), None);
+        if let Some(flight) = table.get(&id) {
+            return (flight.landing.subscribe(), Err(flight.demand.clone()));
         }
         let (landing, waiter) = watch::channel(None);
         let landing = Arc::new(landing);
-        table.insert(id, landing.clone());
-        (waiter, Some(Ticket { id, landing, table: self.table.clone() }))
+        table.insert(id, Flight { landing: landing.clone(), demand: demand.clone() });
+        (waiter, Ok(Ticket { id, landing, table: self.table.clone() }))
     }
 
     /// Flights under way.
@@ -145,7 +165,7 @@ impl Drop for Own<'_> {
 pub(crate) struct Ticket<T> {
     id: BlockId,
     landing: Landing<T>,
-    table: Arc<Table<T>>,
+    table: Arc<Mutex<Table<T>>>,
 }
 
 impl<T> Ticket<T> {
@@ -174,8 +194,8 @@ impl<T> Ticket<T> {
         self.landing.send_replace(Some(outcome.map_err(Arc::new)));
     }
 
-    fn leave(&self, table: &mut HashMap<BlockId, Landing<T>, BuildUniform>) {
-        if table.get(&self.id).is_some_and(|landing| Arc::ptr_eq(landing, &self.landing)) {
+    fn leave(&self, table: &mut Table<T>) {
+        if table.get(&self.id).is_some_and(|flight| Arc::ptr_eq(&flight.landing, &self.landing)) {
             table.remove(&self.id);
         }
     }
@@ -204,15 +224,42 @@ mod tests {
         let room = Arc::new(Semaphore::new(1));
         let held = room.clone().try_acquire_owned().expect("room");
         let waiting = room.clone();
-        let first = flights.join(id, move |_| async move {
+        let demand = Demand::now();
+        let first = flights.join(id, &demand, move |_| async move {
             drop(waiting.acquire().await);
             Ok(())
         });
-        let second = flights.join(id, move |_| async move {
+        let second = flights.join(id, &demand, move |_| async move {
             drop(held);
             Ok(())
         });
         let (first, second) = tokio::join!(first, second);
         assert_eq!((first.expect("first").1, second.expect("second").1), (Role::Led, Role::Joined));
+    }
+
+    /// A reader that joined what was read ahead waited behind all else that was.
+    #[tokio::test]
+    async fn who_waits_for_a_flight_is_known_to_those_that_it_joined() {
+        let [outer, inner] =
+            ["outer", "inner"].map(|name| Arc::new(Flights::new(name, TaskGroup::new(name))));
+        let id = BlockId { digest: 1, index: 0 };
+        let [ahead, warmed] = [(); 2].map(|()| Demand::later());
+        let raised = warmed.clone();
+        let mut leads = Box::pin(inner.join(id, &warmed, move |_| async move {
+            raised.raised().await;
+            Ok(7)
+        }));
+        assert!(futures::poll!(&mut leads).is_pending());
+        let (joins, passed) = (inner.clone(), ahead.clone());
+        let mut joined = Box::pin(outer.join(id, &ahead, move |_| async move {
+            joins.join(id, &passed, |_| async { Ok(8) }).await.map(|(value, _)| value)
+        }));
+        assert!(futures::poll!(&mut joined).is_pending());
+        assert!(futures::poll!(&mut leads).is_pending(), "nobody waits yet");
+        let now = Demand::now();
+        let reader = outer.join(id, &now, |_| async { Ok(9) });
+        let (read, joined, led) = tokio::join!(reader, joined, leads);
+        let values = [read, joined, led].map(|outcome| outcome.expect("all end").0);
+        assert_eq!(values, [7; 3]);
     }
 }

@@ -7,6 +7,7 @@ use forebay_io::clock::Clock;
 
 use crate::Filled;
 use crate::block::{Block, BlockId};
+use crate::demand::Demand;
 use crate::flight::{Flights, Role, Ticket};
 use crate::origin::Origin;
 use crate::peers::{Asked, Peers};
@@ -52,18 +53,23 @@ pub(crate) enum Keep {
 }
 
 /// A whole block from the nearest source, and whether this call led the way there.
-pub(crate) async fn get(sources: &Arc<Sources>, key: &BlockKey, keep: Keep) -> Result<(Brought, Role)> {
+pub(crate) async fn get(
+    sources: &Arc<Sources>,
+    key: &BlockKey,
+    demand: &Demand,
+    keep: Keep,
+) -> Result<(Brought, Role)> {
     let id = BlockId::of(key);
     if let Some(block) = sources.memory.get(&id) {
         return Ok((Brought::new(block, Filled::Memory), Role::Led));
     }
-    let (own, key) = (sources.clone(), key.clone());
+    let (own, key, wanted) = (sources.clone(), key.clone(), demand.clone());
     let flight = move |ticket: Arc<Ticket<_>>| async move {
-        let Some(peers) = own.peers.get() else { return get_here(&own, &key, keep, &ticket).await };
+        let Some(peers) = own.peers.get() else { return get_here(&own, &key, &wanted, keep, &ticket).await };
         let is_here = own.disk.as_ref().is_some_and(|disk| disk.peek(&key).is_some());
         let asked = match is_here {
             true => Asked::Nobody,
-            false => ticket.wait(peers.get(&key, own.origin.buffers())).await?,
+            false => ticket.wait(peers.get(&key, &wanted, own.origin.buffers())).await?,
         };
         if let Asked::Block(block, receipt) = asked {
             own.memory.insert(id, block.clone());
@@ -74,13 +80,13 @@ pub(crate) async fn get(sources: &Arc<Sources>, key: &BlockKey, keep: Keep) -> R
             return Ok(Brought::new(block, Filled::Peer { bytes: key.len() }));
         }
         let began = Clock::system().now();
-        let (brought, _) = ticket.wait(get_for_all(&own, &key, keep)).await??;
+        let (brought, _) = ticket.wait(get_for_all(&own, &key, &wanted, keep)).await??;
         if let Asked::Refused(refusal) = asked {
             refusal.weigh(Clock::system().now().since(began));
         }
         Ok(brought)
     };
-    sources.flights.join(id, flight).await
+    sources.flights.join(id, demand, flight).await
 }
 
 /// The same of what this host has or is to have, for its own readers and for peers: none of them is asked, so that nobody
@@ -88,15 +94,17 @@ pub(crate) async fn get(sources: &Arc<Sources>, key: &BlockKey, keep: Keep) -> R
 pub(crate) async fn get_for_all(
     sources: &Arc<Sources>,
     key: &BlockKey,
+    demand: &Demand,
     keep: Keep,
 ) -> Result<(Brought, Role)> {
     let id = BlockId::of(key);
     if let Some(block) = sources.memory.get(&id) {
         return Ok((Brought::new(block, Filled::Memory), Role::Led));
     }
-    let (own, key) = (sources.clone(), key.clone());
-    let flight = move |ticket: Arc<Ticket<_>>| async move { get_here(&own, &key, keep, &ticket).await };
-    sources.shared_flights.join(id, flight).await
+    let (own, key, wanted) = (sources.clone(), key.clone(), demand.clone());
+    let flight =
+        move |ticket: Arc<Ticket<_>>| async move { get_here(&own, &key, &wanted, keep, &ticket).await };
+    sources.shared_flights.join(id, demand, flight).await
 }
 
 /// A block that is in memory or on disk, for hosts that others referred here.
@@ -105,24 +113,30 @@ pub(crate) async fn get_at_hand(sources: &Sources, key: &BlockKey) -> Option<Blo
         return Some(block);
     }
     let disk = sources.disk.as_ref().filter(|disk| disk.peek(key).is_some())?;
-    let place = disk.admit(key).await?;
+    let place = disk.admit(key, &Demand::now()).await?;
     disk.read(key, place).await
 }
 
-async fn get_here(own: &Sources, key: &BlockKey, keep: Keep, ticket: &Ticket<Brought>) -> Result<Brought> {
+async fn get_here(
+    own: &Sources,
+    key: &BlockKey,
+    demand: &Demand,
+    keep: Keep,
+    ticket: &Ticket<Brought>,
+) -> Result<Brought> {
     let id = BlockId::of(key);
     // An earlier flight may have landed between the miss and this flight's start.
     if let Some(block) = own.memory.get(&id) {
         return Ok(Brought::new(block, Filled::Memory));
     }
     if let Some(disk) = own.disk.as_ref().filter(|disk| disk.peek(key).is_some())
-        && let Some(place) = ticket.wait(disk.admit(key)).await?
+        && let Some(place) = ticket.wait(disk.admit(key, demand)).await?
         && let Some(block) = disk.read(key, place).await
     {
         own.memory.insert(id, block.clone());
         return Ok(Brought::new(block, Filled::Disk));
     }
-    let place = ticket.wait(own.origin.admit(key)).await?;
+    let place = ticket.wait(own.origin.admit(key, demand)).await?;
     let block = own.origin.fetch(key, &place).await?;
     own.memory.insert(id, block.clone());
     if let Some(disk) = own.disk.as_ref().filter(|_| keep == Keep::Behind) {

@@ -7,6 +7,7 @@
 
 pub mod block;
 pub mod blocks;
+mod demand;
 mod room;
 mod flight;
 mod peers;

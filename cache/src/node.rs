@@ -15,6 +15,7 @@ use futures::stream::{self, StreamExt};
 use tokio::sync::oneshot;
 
 use crate::block::{Block, BlockId, check_within};
+use crate::demand::Demand;
 use crate::flight::{Flights, Role};
 use crate::get::{Brought, Keep, Sources, get, get_at_hand, get_for_all};
 use crate::origin::Origin;
@@ -157,7 +158,7 @@ impl Node {
                 let error = Error::new(ErrorKind::Unsupported, "a cache in memory only cannot pin");
                 return Err(error.with_hint("give the cache a directory"));
             }
-            let Brought { filled, .. } = self.block(key, Keep::Behind, through).await?;
+            let Brought { filled, .. } = self.block(key, &Demand::later(), Keep::Behind, through).await?;
             self.sources.memory.touch(&BlockId::of(key));
             return Ok(filled);
         };
@@ -177,7 +178,8 @@ impl Node {
         if pin {
             disk.check_pin(key).map_err(|error| error.context(format_args!("pin of {key}")))?;
         }
-        let Brought { block, filled, place } = self.block(key, Keep::Caller, through).await?;
+        let brought = self.block(key, &Demand::later(), Keep::Caller, through).await?;
+        let Brought { block, filled, place } = brought;
         let _place = place.filter(|_| self.fills.is_smaller(self.sources.origin.room()));
         match disk.ensure(key, &block, pin).await {
             Err(error) if pin || error.kind() == ErrorKind::Unavailable => {
@@ -189,10 +191,10 @@ impl Node {
     }
 
     /// A block and where it came from, counted.
-    async fn block(&self, key: &BlockKey, keep: Keep, through: Through) -> Result<Brought> {
+    async fn block(&self, key: &BlockKey, demand: &Demand, keep: Keep, through: Through) -> Result<Brought> {
         let (mut brought, role) = match through {
-            Through::Peers => get(&self.sources, key, keep).await?,
-            Through::Nobody => get_for_all(&self.sources, key, keep).await?,
+            Through::Peers => get(&self.sources, key, demand, keep).await?,
+            Through::Nobody => get_for_all(&self.sources, key, demand, keep).await?,
         };
         match (brought.filled, role) {
             (_, Role::Joined) => self.joined.fetch_add(1, Relaxed),
@@ -209,7 +211,8 @@ impl Node {
 #[async_trait]
 impl Local for Node {
     async fn block_here(&self, key: &BlockKey) -> Result<Block> {
-        get_for_all(&self.sources, key, Keep::Behind).await.map(|(brought, _)| brought.block)
+        let brought = get_for_all(&self.sources, key, &Demand::now(), Keep::Behind).await;
+        brought.map(|(brought, _)| brought.block)
     }
 
     async fn block_at_hand(&self, key: &BlockKey) -> Option<Block> {
@@ -259,7 +262,7 @@ impl Blocks for Node {
         if within.is_empty() {
             return Ok(Bytes::new());
         }
-        let Brought { block, .. } = self.block(key, Keep::Behind, Through::Peers).await?;
+        let Brought { block, .. } = self.block(key, &Demand::now(), Keep::Behind, Through::Peers).await?;
         block.slice(key, within)
     }
 
@@ -296,7 +299,7 @@ impl Blocks for Node {
         if self.sources.disk.as_ref().is_some_and(|disk| disk.peek(key).is_some()) {
             return Ok(());
         }
-        let fetched = self.block(key, Keep::Behind, Through::Peers).await;
+        let fetched = self.block(key, &Demand::later(), Keep::Behind, Through::Peers).await;
         self.sources.memory.touch(&BlockId::of(key));
         fetched.map(drop)
     }

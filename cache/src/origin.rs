@@ -10,6 +10,7 @@ use forebay_io::mem::Pool;
 use forebay_io::object::Bucket;
 
 use crate::block::Block;
+use crate::demand::Demand;
 use crate::room::{Place, Room};
 use crate::{CacheSettings, Counters};
 
@@ -50,8 +51,8 @@ impl Origin {
     }
 
     /// Waits until the block may be fetched.
-    pub(crate) async fn admit(&self, key: &BlockKey) -> Place {
-        self.room.enter(key.len()).await
+    pub(crate) async fn admit(&self, key: &BlockKey, demand: &Demand) -> Place {
+        self.room.enter_for(demand, key.len()).await
     }
 
     /// Fetches a whole block, of exactly the version that the key names.

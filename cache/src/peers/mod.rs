@@ -32,6 +32,7 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
 
 use crate::block::{Block, BlockId};
+use crate::demand::Demand;
 use crate::room::Room;
 use crate::{Counters, Filled, Residency, Unpinned};
 use crowd::Crowds;
@@ -188,12 +189,12 @@ impl Peers {
     }
 
     /// Asks a block's owner for it, the next one where one turns out to be away, for no longer than the deadline in all.
-    pub(crate) async fn get(&self, key: &BlockKey, buffers: &Pool) -> Asked {
+    pub(crate) async fn get(&self, key: &BlockKey, demand: &Demand, buffers: &Pool) -> Asked {
         if self.owner(key).is_none() {
             return Asked::Nobody;
         }
         let deadline = Instant::now() + self.settings.deadline();
-        let Ok(_place) = timeout_at(deadline, self.asking.enter(key.len())).await else {
+        let Ok(_place) = timeout_at(deadline, self.asking.enter_for(demand, key.len())).await else {
             self.failures.fetch_add(1, Relaxed);
             return Asked::Nobody;
         };

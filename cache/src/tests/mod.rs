@@ -2,6 +2,7 @@
 
 pub(crate) mod support;
 mod read;
+mod turns;
 mod warm;
 mod disk;
 mod hanging;

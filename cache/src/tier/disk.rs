@@ -22,6 +22,7 @@ use tokio::runtime::Handle;
 use tokio::time::Instant;
 
 use crate::block::{Block, BlockId};
+use crate::demand::Demand;
 use crate::flight::{Flights, Role, Ticket};
 use crate::room::{Place, Room};
 use crate::tier::directory::Directory;
@@ -161,11 +162,11 @@ impl DiskTier {
     }
 
     /// Waits for a turn to read; `None` while the disk hangs.
-    pub(crate) async fn admit(&self, key: &BlockKey) -> Option<Place> {
+    pub(crate) async fn admit(&self, key: &BlockKey, demand: &Demand) -> Option<Place> {
         if !self.stalls.may_ask() {
             return None;
         }
-        let place = self.stalls.turn(self.reads.enter(key.len())).await;
+        let place = self.stalls.turn(self.reads.enter_for(demand, key.len())).await;
         if place.is_none() {
             self.missed();
         }
@@ -192,7 +193,7 @@ impl DiskTier {
 
     /// Whether there is a good copy. A bad one is dropped. Does not touch the order of eviction.
     pub(crate) async fn verify(self: &Arc<Self>, key: &BlockKey) -> Residency {
-        let Some(place) = self.admit(key).await else { return Residency::Absent };
+        let Some(place) = self.admit(key, &Demand::later()).await else { return Residency::Absent };
         match self.load(key, place).await {
             Ok(_) => Residency::Disk,
             Err(Lost::Dropped) => Residency::Damaged,
@@ -426,7 +427,7 @@ impl DiskTier {
             })
             .await?
         };
-        self.stores.join(id, work).await.map(|((), role)| role)
+        self.stores.join(id, &Demand::now(), work).await.map(|((), role)| role)
     }
 
     #[cfg(test)]
