@@ -19,8 +19,9 @@ pub fn pieces(blob: &VolumeBlob, range: Range<u64>) -> impl Iterator<Item = (Blo
     })
 }
 
-/// A block key in 32 bytes, without its names: the digest stands for the blob.
+/// A block key in 24 bytes, without its names: the digest stands for the blob. Packed, as millions of them are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(C, packed(8))]
 pub(crate) struct BlockId {
     pub(crate) digest: u128,
     pub(crate) index: u64,

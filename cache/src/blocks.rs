@@ -194,4 +194,7 @@ pub struct Counters {
     pub disk_bytes: u64,
     /// Bytes of pinned blocks now, part of `disk_bytes`.
     pub pinned_bytes: u64,
+    /// Bytes of memory that the list of blocks on disk takes now, beside `memory_bytes`.
+    #[serde(default)]
+    pub disk_index_bytes: u64,
 }

@@ -12,7 +12,8 @@ use crate::tier::directory::remembered_ceiling;
 /// Ceilings and places of one cache.
 ///
 /// Memory for blocks is at most `memory_bytes + fetch_bytes + store_bytes`. On top come bytes of evicted blocks that
-/// readers still hold, about 100 bytes for every block on disk, and the kernel's page cache.
+/// readers still hold, 80 to 160 bytes for every block on disk ([`crate::Counters::disk_index_bytes`]), and the kernel's page
+/// cache.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CacheSettings {

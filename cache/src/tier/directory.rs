@@ -103,8 +103,8 @@ impl Directory {
 
     /// Where a block's file lies.
     pub(crate) fn path(&self, slot: &Slot) -> PathBuf {
-        let Slot { id: BlockId { digest, index }, serial, size, pinned } = slot;
-        let suffix = if *pinned { format!("-{PINNED}") } else { String::new() };
+        let Slot { id: BlockId { digest, index }, serial, size, pinned } = *slot;
+        let suffix = if pinned { format!("-{PINNED}") } else { String::new() };
         let first = (digest >> 120) as u8;
         self.blocks.join(format!("{first:02x}/{digest:032x}-{index:x}-{size:x}-{serial:x}{suffix}"))
     }
@@ -120,9 +120,8 @@ impl Directory {
         }
     }
 
-    /// All block files, in no order. What is no block file is removed; what cannot be read is left out.
-    pub(crate) fn scan(&self) -> Vec<Slot> {
-        let mut slots = Vec::new();
+    /// Gives all block files to `take`, in no order. What is no block file is removed; what cannot be read is left out.
+    pub(crate) fn scan(&self, mut take: impl FnMut(Slot)) {
         let mut dropped = 0_u64;
         for folder in entries(&self.blocks) {
             if !folder.path().is_dir() {
@@ -132,7 +131,7 @@ impl Directory {
             for file in entries(&folder.path()) {
                 let slot = file.file_name().to_str().and_then(parse);
                 match slot.filter(|slot| self.path(slot) == file.path()) {
-                    Some(slot) => slots.push(slot),
+                    Some(slot) => take(slot),
                     None => dropped += u64::from(std::fs::remove_file(file.path()).is_ok()),
                 }
             }
@@ -141,7 +140,6 @@ impl Directory {
             let directory = self.root.display();
             tracing::warn!(%directory, dropped, "files that are no cached blocks were removed");
         }
-        slots
     }
 }
 

@@ -118,10 +118,12 @@ impl DiskTier {
             if let Some(bytes) = given {
                 directory.remember_ceiling(bytes);
             }
-            let leave = index.adopt(directory.scan());
+            let mut leave = Vec::new();
+            directory.scan(|slot| leave.extend(index.adopt(slot)));
+            leave.extend(index.settle());
             leave.iter().for_each(|slot| directory.remove(slot));
-            let (bytes, removed) = (index.used(), leave.len());
-            tracing::info!(directory = %directory.root().display(), bytes, removed, "disk cache opened");
+            let (bytes, memory, removed) = (index.used(), index.bytes(), leave.len());
+            tracing::info!(directory = %directory.root().display(), bytes, memory, removed, "disk cache opened");
             Ok::<_, Error>((directory, index))
         })
         .await??;
@@ -509,6 +511,7 @@ impl DiskTier {
         counters.disk_stalls = self.stalls.count() + self.late_writes.count();
         let index = self.index.lock();
         (counters.disk_bytes, counters.pinned_bytes) = (index.used(), index.pinned());
+        counters.disk_index_bytes = index.bytes();
     }
 }
 

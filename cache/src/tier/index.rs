@@ -2,7 +2,9 @@
 //!
 //! Eviction is FIFO with a second chance: a block read since it was last considered goes to the back. Pinned blocks
 //! stand outside the queue. Room is taken when a write is planned, not when it is done, so that writes under way
-//! together stay under the ceiling. Takes about 100 bytes of memory a block.
+//! together stay under the ceiling. Takes 80 to 160 bytes of memory a block, as the tables grow in doubles.
+//!
+//! What one write evicts, and passes over, is bounded: readers wait for it.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -10,6 +12,9 @@ use crate::block::{BlockId, BuildUniform};
 
 /// File systems give files whole pages of this size.
 const PAGE: u64 = 4096;
+
+/// Blocks that are passed over at once, as they were read, before such ones are evicted, too: a tenth of a millisecond or so.
+const CHANCES: usize = 1024;
 
 /// After a full disk lowered the ceiling, every write, and every refusal of one, raises it by this part of its size: one in
 /// 64 at most finds out that the disk is still full.
@@ -29,6 +34,11 @@ impl Slot {
     /// Bytes that the file takes on disk.
     pub(crate) fn cost(&self) -> u64 {
         cost(self.size)
+    }
+
+    /// Those of them that may be had by evicting it.
+    fn evictable(&self) -> u64 {
+        if self.pinned { 0 } else { self.cost() }
     }
 }
 
@@ -71,6 +81,8 @@ pub(crate) struct Index {
     queue: VecDeque<(BlockId, u64)>,
     used: u64,
     pinned: u64,
+    /// What the listed blocks take that are not pinned.
+    evictable: u64,
     /// What was set; `ceiling` is less after the disk turned out fuller than that.
     limit: u64,
     ceiling: u64,
@@ -82,26 +94,43 @@ pub(crate) struct Index {
 impl Index {
     pub(crate) fn new(limit: u64, pin_ceiling: u64) -> Self {
         let (entries, queue) = (HashMap::default(), VecDeque::new());
-        let (used, pinned, next_serial, closed) = (0, 0, 0, false);
-        Self { entries, queue, used, pinned, limit, ceiling: limit, pin_ceiling, next_serial, closed }
+        let [used, pinned, evictable, next_serial] = [0; 4];
+        let (ceiling, closed) = (limit, false);
+        Self { entries, queue, used, pinned, evictable, limit, ceiling, pin_ceiling, next_serial, closed }
     }
 
-    /// Takes over files found on disk; returns those that must go: older copies, and what is over
-    /// the ceilings, which may be lower than they were.
-    pub(crate) fn adopt(&mut self, mut found: Vec<Slot>) -> Vec<Slot> {
+    /// Takes over a file found on disk; returns the older copy of its block, if there is one, which must go. Once all were
+    /// found they are to be [settled](Self::settle).
+    pub(crate) fn adopt(&mut self, slot: Slot) -> Option<Slot> {
+        self.next_serial = self.next_serial.max(slot.serial.saturating_add(1));
         // A crash while pinning leaves a file under both names, of which the pinned one is kept.
-        found.sort_unstable_by_key(|slot| (slot.serial, slot.pinned));
-        let mut leave = Vec::new();
-        for slot in found {
-            self.next_serial = self.next_serial.max(slot.serial.saturating_add(1));
-            if slot.pinned && self.check_pin(&slot).is_err() {
-                leave.push(slot);
-                continue;
-            }
-            self.count(&slot, true);
-            leave.extend(self.commit(slot));
+        let age = |slot: &Slot| (slot.serial, slot.pinned);
+        if self.peek(&slot.id).is_some_and(|listed| age(&listed) > age(&slot)) {
+            return Some(slot);
         }
-        leave.extend(self.evict_for(0).unwrap_or_default());
+        self.count(&slot, true);
+        self.list(slot)
+    }
+
+    /// Puts what was adopted in the order of its age; returns what is over the ceilings, which may be lower than they were,
+    /// and must go.
+    pub(crate) fn settle(&mut self) -> Vec<Slot> {
+        let mut leave = Vec::new();
+        // By age, pinned ones as well: of these the oldest stay.
+        self.queue.extend(self.entries.iter().map(|(id, entry)| (*id, entry.serial)));
+        self.queue.make_contiguous().sort_unstable_by_key(|(_, serial)| *serial);
+        let (entries, mut pins) = (&self.entries, 0);
+        self.queue.retain(|(id, _)| {
+            let slot = entries[id].slot(*id);
+            match slot.pinned {
+                true if pins + slot.cost() > self.pin_ceiling => leave.push(slot),
+                true => pins += slot.cost(),
+                false => {}
+            }
+            !slot.pinned
+        });
+        leave.iter().for_each(|slot| _ = self.remove(slot));
+        leave.extend(self.evict(self.limit));
         leave
     }
 
@@ -128,7 +157,14 @@ impl Index {
         if pinned {
             self.check_pin(&slot)?;
         }
-        let leave = self.evict_for(slot.cost())?;
+        let ceiling = self.ceiling_for(slot.cost());
+        if self.used - self.evictable + slot.cost() > ceiling {
+            // Where nothing may be evicted, refusals are all that can tell that time went by.
+            self.recover(slot.cost());
+            return Err(Full::Disk { ceiling });
+        }
+        // No more than its own place, where it takes less than was taken before.
+        let leave = self.evict(ceiling.max(self.used) - slot.cost());
         self.next_serial += 1;
         self.count(&slot, true);
         Ok((slot, leave))
@@ -163,16 +199,28 @@ impl Index {
             return Some(slot);
         }
         self.recover(slot.cost());
-        let Slot { serial, size, pinned, .. } = slot;
-        let entry = Entry { serial, size, pinned, read: false, queued: !pinned };
-        let replaced = self.entries.insert(slot.id, entry).map(|old| old.slot(slot.id));
-        if let Some(old) = &replaced {
-            self.count(old, false);
-        }
         if !slot.pinned {
             self.queue.push_back((slot.id, slot.serial));
         }
+        self.list(slot)
+    }
+
+    /// Lists a file whose room is taken; gives back that of the one that it replaces, and returns it.
+    fn list(&mut self, slot: Slot) -> Option<Slot> {
+        let Slot { serial, size, pinned, .. } = slot;
+        let entry = Entry { serial, size, pinned, read: false, queued: !pinned };
+        let replaced = self.entries.insert(slot.id, entry).map(|old| old.slot(slot.id));
+        self.evictable += slot.evictable();
+        if let Some(old) = &replaced {
+            self.strike(old);
+        }
         replaced
+    }
+
+    /// Gives back the room of a file that is listed no more.
+    fn strike(&mut self, slot: &Slot) {
+        self.evictable -= slot.evictable();
+        self.count(slot, false);
     }
 
     /// Gives the room of a reserved file back.
@@ -186,7 +234,7 @@ impl Index {
             return false;
         }
         self.entries.remove(&slot.id);
-        self.count(slot, false);
+        self.strike(slot);
         true
     }
 
@@ -199,8 +247,9 @@ impl Index {
         if pinned && !slot.pinned {
             self.check_pin(slot)?;
         }
-        self.count(slot, false);
+        self.strike(slot);
         self.count(&changed, true);
+        self.evictable += changed.evictable();
         if let Some(entry) = self.entries.get_mut(&slot.id) {
             entry.pinned = pinned;
             // One that was written before it was pinned has its place still, unless that came up meanwhile.
@@ -221,7 +270,7 @@ impl Index {
         (self.limit, self.ceiling, self.pin_ceiling, self.closed) = (0, 0, 0, true);
         self.queue.clear();
         for (id, entry) in std::mem::take(&mut self.entries) {
-            self.count(&entry.slot(id), false);
+            self.strike(&entry.slot(id));
         }
     }
 
@@ -244,42 +293,37 @@ impl Index {
         self.pinned
     }
 
-    /// Makes room for `cost` bytes by evicting; returns who must leave.
-    fn evict_for(&mut self, cost: u64) -> Result<Vec<Slot>, Full> {
-        let ceiling = self.ceiling_for(cost);
-        let mut leave = Vec::new();
-        while self.used + cost > ceiling {
+    /// Bytes of memory that the books take.
+    pub(crate) fn bytes(&self) -> u64 {
+        // The table keeps an eighth of its places free, and a byte beside each.
+        let places = self.entries.capacity() * 8 / 7;
+        let (entry, queued) = (size_of::<(BlockId, Entry)>() + 1, size_of::<(BlockId, u64)>());
+        (places * entry + self.queue.capacity() * queued) as u64
+    }
+
+    /// Evicts until no more than `most` bytes are taken; returns who must leave.
+    fn evict(&mut self, most: u64) -> Vec<Slot> {
+        let (mut leave, mut chances) = (Vec::new(), CHANCES);
+        while self.used > most {
             let Some((id, serial)) = self.queue.pop_front() else { break };
             match self.entries.get_mut(&id) {
                 Some(entry) if entry.serial != serial => {}
                 Some(entry) if entry.pinned => entry.queued = false,
-                Some(entry) if entry.read => {
+                Some(entry) if entry.read && chances > 0 => {
+                    chances -= 1;
                     entry.read = false;
                     self.queue.push_back((id, serial));
                 }
                 Some(entry) => {
                     let slot = entry.slot(id);
                     self.entries.remove(&id);
-                    self.count(&slot, false);
+                    self.strike(&slot);
                     leave.push(slot);
                 }
                 None => {}
             }
         }
-        if self.used + cost > ceiling && cost > 0 {
-            // Whoever was evicted on the way still has its file: back it goes, at the front of the queue.
-            for slot in leave.into_iter().rev() {
-                self.count(&slot, true);
-                let Slot { serial, size, .. } = slot;
-                let entry = Entry { serial, size, pinned: false, read: false, queued: true };
-                self.entries.insert(slot.id, entry);
-                self.queue.push_front((slot.id, slot.serial));
-            }
-            // Where nothing may be evicted, refusals are all that can tell that time went by.
-            self.recover(cost);
-            return Err(Full::Disk { ceiling });
-        }
-        Ok(leave)
+        leave
     }
 
     /// What a write of so much must keep to: a ceiling lowered to nothing still lets one try whether the disk has room again.

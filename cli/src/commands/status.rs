@@ -210,7 +210,7 @@ fn as_row(mount: &Mount) -> Vec<String> {
         status.open_files.to_string(),
         format_bytes(status.dirty_bytes),
         staged(&status.staged),
-        format_bytes(cache.memory_bytes),
+        format_bytes(cache.memory_bytes + cache.disk_index_bytes),
         format_bytes(cache.disk_bytes),
         format_bytes(cache.pinned_bytes),
         cache.origin_requests.to_string(),

@@ -132,11 +132,48 @@ fn a_full_disk_of_pins_is_tried_again_now_and_then() {
     assert_eq!((0..4 * RECOVERY).find(|_| index.may_pin(id(5), 1).is_ok()), Some(RECOVERY));
 }
 
+/// One write passed over all of a cache that was read since, and a refused one evicted all of it and took it back, while
+/// every reader waited.
+#[test]
+fn what_one_write_does_is_bounded() {
+    const BLOCKS: u64 = 3 * CHANCES as u64;
+    let mut index = Index::new(BLOCKS * PAGE, BLOCKS * PAGE);
+    for block in 0..BLOCKS {
+        put(&mut index, block);
+        index.find(&id(block));
+    }
+    assert_eq!(put(&mut index, BLOCKS), [CHANCES as u64], "the first one after those that were passed over");
+    // The next ones go on where it was.
+    assert_eq!(put(&mut index, BLOCKS + 1), [2 * CHANCES as u64 + 1]);
+    let (front, back) = (index.queue.front().copied(), index.queue.back().copied());
+    let too_large = (BLOCKS * PAGE + 1) as u32;
+    assert_eq!(
+        index.reserve(id(0), too_large, false).expect_err("full"),
+        Full::Disk { ceiling: BLOCKS * PAGE }
+    );
+    assert_eq!(
+        (index.queue.front().copied(), index.queue.back().copied()),
+        (front, back),
+        "nobody was looked at"
+    );
+}
+
+#[test]
+fn the_memory_of_the_books_is_known() {
+    let mut index = Index::new(1 << 50, 0);
+    assert_eq!(index.bytes(), 0);
+    for block in 1..=100_000 {
+        put(&mut index, block);
+        let each = index.bytes() / block;
+        assert!(block < 1000 || (70..=160).contains(&each), "{each} bytes for each of {block}");
+    }
+}
+
 #[test]
 fn files_found_are_taken_over_by_age_and_under_the_ceilings() {
     let slot = |block, serial, pinned| Slot { id: id(block), serial, size: 1, pinned };
     let mut index = Index::new(3 * PAGE, 2 * PAGE);
-    let found = vec![
+    let found = [
         slot(4, 9, false),
         slot(1, 3, false),
         slot(1, 5, false), // written twice
@@ -146,7 +183,8 @@ fn files_found_are_taken_over_by_age_and_under_the_ceilings() {
         slot(5, 6, true),
         slot(6, 7, true), // one pin too many
     ];
-    let mut leave = index.adopt(found);
+    let mut leave: Vec<Slot> = found.into_iter().filter_map(|slot| index.adopt(slot)).collect();
+    leave.extend(index.settle());
     leave.sort_by_key(|slot| (slot.id, slot.serial));
     let expected =
         [slot(1, 3, false), slot(1, 5, false), slot(2, 4, false), slot(3, 1, false), slot(6, 7, true)];
@@ -206,6 +244,8 @@ fn the_books_add_up() {
             let used: u64 = all().map(Slot::cost).sum();
             let pinned: u64 = all().filter(|slot| slot.pinned).map(Slot::cost).sum();
             assert_eq!((index.used(), index.pinned()), (used, pinned), "seed {seed} step {step}");
+            let evictable: u64 = files.values().map(Slot::evictable).sum();
+            assert_eq!(index.evictable, evictable, "seed {seed} step {step}");
             assert!(used <= CEILING && pinned <= PINS, "seed {seed} step {step}: {used} and {pinned}");
         }
     }
