@@ -26,6 +26,9 @@ pub struct CacheSettings {
     /// Ceiling of pinned blocks in bytes, part of `disk_bytes`. Default four fifths of it, so that a disk full of
     /// pinned blocks still caches others.
     pub pin_bytes: Option<u64>,
+    /// Bytes of the directory's file system that are left to others, whatever `disk_bytes` says: blocks give way to what they
+    /// write. Default a twentieth of it, 4 GiB at most.
+    pub free_bytes: Option<u64>,
     /// Requests to the origin in flight at once. Default 64: enough for 4 MiB GETs at 30 ms to fill 25 Gbit/s.
     pub fetches: u32,
     /// Bytes on their way into memory at once, at least 8 MiB: a quarter (and no less than a block) is kept for reads
@@ -50,6 +53,7 @@ impl Default for CacheSettings {
             directory: None,
             disk_bytes: None,
             pin_bytes: None,
+            free_bytes: None,
             fetches: 64,
             fetch_bytes: 64 * MIB,
             store_bytes: 64 * MIB,

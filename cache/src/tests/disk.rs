@@ -469,10 +469,10 @@ async fn a_directory_keeps_the_size_that_it_was_given() {
 }
 
 /// A file system that is smaller than the cache thinks. Root only, since it is mounted here.
-struct SmallDisk(TempDir);
+pub(super) struct SmallDisk(pub(super) TempDir);
 
 impl SmallDisk {
-    fn mount(size: &str) -> Option<Self> {
+    pub(super) fn mount(size: &str) -> Option<Self> {
         let directory = temporary();
         let options = format!("size={size}");
         let mut mount = Command::new("mount");
@@ -490,13 +490,20 @@ impl Drop for SmallDisk {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn a_full_disk_costs_copies_and_no_reads() {
+    // As it is looked at, and as a quota is met, which nobody sees before.
+    for free_bytes in [None, Some(0)] {
+        fill_a_disk(free_bytes).await;
+    }
+}
+
+async fn fill_a_disk(free_bytes: Option<u64>) {
     let Some(disk) = SmallDisk::mount("24m") else {
         let _ = writeln!(std::io::stderr(), "SKIPPED: a full disk needs the right to mount a tmpfs");
         return;
     };
     let world = World::new();
     let blob = world.put("k", 12 * BLOCK_SIZE).await;
-    let node = world.open(settings(disk.0.path(), 256 * MIB)).await;
+    let node = world.open(CacheSettings { free_bytes, ..settings(disk.0.path(), 256 * MIB) }).await;
     // 5 blocks fit; room for the others is made by evicting.
     fill_all(&node, &blob, false).await;
     let counters = node.counters();
@@ -514,7 +521,7 @@ async fn a_full_disk_costs_copies_and_no_reads() {
     blob.check_all(&*node).await;
     node.close().await;
 
-    let node = world.open(settings(disk.0.path(), 256 * MIB)).await;
+    let node = world.open(CacheSettings { free_bytes, ..settings(disk.0.path(), 256 * MIB) }).await;
     blob.check_all(&*node).await;
     assert_eq!(node.counters().corruptions, 0, "no half-written file is left");
 }

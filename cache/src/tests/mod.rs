@@ -6,4 +6,5 @@ mod turns;
 mod warm;
 mod disk;
 mod hanging;
+mod others;
 mod peers;

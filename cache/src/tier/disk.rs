@@ -28,6 +28,7 @@ use crate::room::{Place, Room};
 use crate::tier::directory::Directory;
 use crate::tier::file::{self, ReadError};
 use crate::tier::index::{self, Full, Index, Slot};
+use crate::tier::others::Others;
 use crate::tier::reader::Reader;
 use crate::tier::stalls::Stalls;
 use crate::{CacheSettings, Counters, Residency, Unpinned};
@@ -47,6 +48,7 @@ const MAX_BACKOFF: u32 = 10;
 pub(crate) struct DiskTier {
     directory: Directory,
     index: Mutex<Index>,
+    others: Others,
     health: Mutex<Health>,
     stalls: Stalls,
     /// The same of writes, which the kernel may take while it reads nothing, and the other way round.
@@ -113,7 +115,8 @@ impl DiskTier {
         let Some(root) = settings.directory.clone() else { return Ok(None) };
         let (given, mut index) =
             (settings.disk_bytes, Index::new(settings.disk_ceiling(), settings.pin_ceiling()));
-        let (directory, index) = blocking(move || {
+        let others = Others::new(settings);
+        let (directory, index, others) = blocking(move || {
             let directory = Directory::open(&root)?;
             if let Some(bytes) = given {
                 directory.remember_ceiling(bytes);
@@ -124,12 +127,15 @@ impl DiskTier {
             leave.iter().for_each(|slot| directory.remove(slot));
             let (bytes, memory, removed) = (index.used(), index.bytes(), leave.len());
             tracing::info!(directory = %directory.root().display(), bytes, memory, removed, "disk cache opened");
-            Ok::<_, Error>((directory, index))
+            let index = Mutex::new(index);
+            others.give_way(&directory, &index);
+            Ok::<_, Error>((directory, index, others))
         })
         .await??;
         Ok(Some(Arc::new(Self {
             directory,
-            index: Mutex::new(index),
+            index,
+            others,
             health: Mutex::default(),
             stalls: Stalls::new(Duration::from_millis(settings.disk_deadline_ms)),
             late_writes: Stalls::new(WRITE_PATIENCE * Duration::from_millis(settings.disk_deadline_ms)),
@@ -478,6 +484,8 @@ impl DiskTier {
         pin: bool,
         may_pass_cache: bool,
     ) -> Result<(), WriteError> {
+        let gave_way = self.others.give_way(&self.directory, &self.index);
+        self.counts.evictions.fetch_add(gave_way as u64, Relaxed);
         let size = file::size(key);
         let (slot, leave) = self.index.lock().reserve(BlockId::of(key), size, pin)?;
         self.counts.evictions.fetch_add(leave.len() as u64, Relaxed);

@@ -15,6 +15,8 @@ const PAGE: u64 = 4096;
 
 /// Blocks that are passed over at once, as they were read, before such ones are evicted, too: a tenth of a millisecond or so.
 const CHANCES: usize = 1024;
+/// Blocks that give way to others on the disk at once.
+const EVICTIONS: usize = 256;
 
 /// After a full disk lowered the ceiling, every write, and every refusal of one, raises it by this part of its size: one in
 /// 64 at most finds out that the disk is still full.
@@ -86,6 +88,8 @@ pub(crate) struct Index {
     /// What was set; `ceiling` is less after the disk turned out fuller than that.
     limit: u64,
     ceiling: u64,
+    /// What leaves others on the file system their part of it, when that was looked at last.
+    shared: u64,
     pin_ceiling: u64,
     next_serial: u64,
     closed: bool,
@@ -95,8 +99,20 @@ impl Index {
     pub(crate) fn new(limit: u64, pin_ceiling: u64) -> Self {
         let (entries, queue) = (HashMap::default(), VecDeque::new());
         let [used, pinned, evictable, next_serial] = [0; 4];
-        let (ceiling, closed) = (limit, false);
-        Self { entries, queue, used, pinned, evictable, limit, ceiling, pin_ceiling, next_serial, closed }
+        let (ceiling, shared, closed) = (limit, u64::MAX, false);
+        Self {
+            entries,
+            queue,
+            used,
+            pinned,
+            evictable,
+            limit,
+            ceiling,
+            shared,
+            pin_ceiling,
+            next_serial,
+            closed,
+        }
     }
 
     /// Takes over a file found on disk; returns the older copy of its block, if there is one, which must go. Once all were
@@ -130,7 +146,7 @@ impl Index {
             !slot.pinned
         });
         leave.iter().for_each(|slot| _ = self.remove(slot));
-        leave.extend(self.evict(self.limit));
+        leave.extend(self.evict(self.limit, usize::MAX));
         leave
     }
 
@@ -164,7 +180,7 @@ impl Index {
             return Err(Full::Disk { ceiling });
         }
         // No more than its own place, where it takes less than was taken before.
-        let leave = self.evict(ceiling.max(self.used) - slot.cost());
+        let leave = self.evict(ceiling.max(self.used) - slot.cost(), usize::MAX);
         self.next_serial += 1;
         self.count(&slot, true);
         Ok((slot, leave))
@@ -265,6 +281,13 @@ impl Index {
         self.ceiling = self.used.min(self.limit);
     }
 
+    /// The file system has `free` bytes, of which `kept` are for others: what is taken leaves them that, until it is looked at
+    /// again. Returns who must leave for it, some at a time.
+    pub(crate) fn give_way(&mut self, free: u64, kept: u64) -> Vec<Slot> {
+        self.shared = self.used.saturating_add(free).saturating_sub(kept);
+        self.evict(self.shared, EVICTIONS)
+    }
+
     /// Lists nothing and takes nothing from now on. Room that was taken is given back as ever.
     pub(crate) fn close(&mut self) {
         (self.limit, self.ceiling, self.pin_ceiling, self.closed) = (0, 0, 0, true);
@@ -301,10 +324,10 @@ impl Index {
         (places * entry + self.queue.capacity() * queued) as u64
     }
 
-    /// Evicts until no more than `most` bytes are taken; returns who must leave.
-    fn evict(&mut self, most: u64) -> Vec<Slot> {
+    /// Evicts until no more than `most` bytes are taken, or so many blocks are evicted; returns who must leave.
+    fn evict(&mut self, most: u64, blocks: usize) -> Vec<Slot> {
         let (mut leave, mut chances) = (Vec::new(), CHANCES);
-        while self.used > most {
+        while self.used > most && leave.len() < blocks {
             let Some((id, serial)) = self.queue.pop_front() else { break };
             match self.entries.get_mut(&id) {
                 Some(entry) if entry.serial != serial => {}
@@ -328,7 +351,7 @@ impl Index {
 
     /// What a write of so much must keep to: a ceiling lowered to nothing still lets one try whether the disk has room again.
     fn ceiling_for(&self, cost: u64) -> u64 {
-        self.ceiling.max(cost.min(self.limit))
+        self.ceiling.max(cost.min(self.limit)).min(self.shared)
     }
 
     /// Raises a ceiling that was lowered.

@@ -6,5 +6,6 @@ pub(crate) mod file;
 pub(crate) mod reader;
 pub(crate) mod index;
 pub(crate) mod directory;
+pub(crate) mod others;
 pub(crate) mod stalls;
 pub(crate) mod disk;

@@ -10,11 +10,31 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
+use std::path::Path;
 
 pub use at_hand::{is_at_hand, open_at_hand, read_at_hand};
 pub use direct::{ALIGNMENT, is_local, open_direct, pass_cache, write_direct};
 pub use ring::Ring;
 pub use shared::shared_file_system;
+
+/// How much a file system holds, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Space {
+    /// Of all.
+    pub total: u64,
+    /// Of what any user may still write.
+    pub free: u64,
+}
+
+/// The space of the file system that `path` is on. Blocks where that hangs.
+///
+/// # Errors
+/// What the file system says.
+pub fn space(path: &Path) -> io::Result<Space> {
+    let told = rustix::fs::statvfs(path)?;
+    let bytes = |blocks: u64| blocks.saturating_mul(told.f_frsize);
+    Ok(Space { total: bytes(told.f_blocks), free: bytes(told.f_bavail) })
+}
 
 /// What file systems say that know no such call; whoever syncs the file then writes all of it out.
 const UNKNOWN: [i32; 4] = [libc::ENOSYS, libc::EINVAL, libc::EOPNOTSUPP, libc::ESPIPE];

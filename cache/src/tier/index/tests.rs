@@ -158,6 +158,38 @@ fn what_one_write_does_is_bounded() {
     );
 }
 
+/// A cache took all of a disk that others write to as well, up to its own ceiling: these met a full disk.
+#[test]
+fn blocks_give_way_to_others_on_the_disk() {
+    let mut index = Index::new(1000 * PAGE, 1000 * PAGE);
+    for block in 0..700 {
+        put(&mut index, block);
+    }
+    let pinned = index.peek(&id(0)).expect("here");
+    index.set_pinned(&pinned, true).expect("room").expect("listed");
+    assert!(index.give_way(11 * PAGE, 10 * PAGE).is_empty());
+    assert!(put(&mut index, 700).is_empty(), "one is free");
+    assert_eq!(put(&mut index, 701), [1]);
+    // Others have written: they are left their part, at some blocks a time.
+    let mut free = 0;
+    for gone in [EVICTIONS, 500 - EVICTIONS, 0] {
+        assert_eq!(index.give_way(free * PAGE, 500 * PAGE).len(), gone, "{free} are free");
+        free += gone as u64;
+    }
+    assert_eq!(index.used(), 201 * PAGE);
+    assert_eq!(index.peek(&id(0)).map(|slot| slot.pinned), Some(true));
+    // What cannot give way keeps others out: nothing more is taken.
+    assert_eq!(index.give_way(0, 1000 * PAGE).len(), 200);
+    index.reserve(id(9), 1, false).expect_err("there is no room");
+    assert_eq!(index.may_pin(id(9), 1), Err(Full::Disk { ceiling: 0 }));
+    // And all that there is as soon as they have gone.
+    assert!(index.give_way(2000 * PAGE, 10 * PAGE).is_empty());
+    for block in 1000..1999 {
+        assert!(put(&mut index, block).is_empty());
+    }
+    assert_eq!(put(&mut index, 2000), [1000], "up to its own ceiling");
+}
+
 #[test]
 fn the_memory_of_the_books_is_known() {
     let mut index = Index::new(1 << 50, 0);
@@ -227,6 +259,12 @@ fn the_books_add_up() {
                     }
                 }
                 7 => assert_eq!(index.find(&block), files.get(&block).copied(), "seed {seed} step {step}"),
+                8 if random.chance(0.5) => {
+                    let free = between(&random, 0..2 * CEILING);
+                    for slot in index.give_way(free, CEILING) {
+                        assert_eq!(files.remove(&slot.id), Some(slot), "seed {seed} step {step}");
+                    }
+                }
                 8 => {
                     if let Some(slot) = files.get(&block).copied()
                         && let Ok(changed) = index.set_pinned(&slot, random.chance(0.5))
