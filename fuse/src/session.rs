@@ -170,8 +170,8 @@ pub fn mount(
     if let MountPoint::Directory(directory) = target {
         transport::clear(directory)?;
     }
+    let answers = Answerer::new(runtime.clone(), volume.write_bytes());
     let fs = Arc::new(FileSystem::new(volume, options.policy(), Clock::system()));
-    let answers = Answerer::new(runtime.clone());
     let (end, ended) = watch::channel(false);
     let dispatch = Dispatch::new(fs.clone(), answers.clone(), end);
     let notices = TaskGroup::new("notices");

@@ -202,6 +202,11 @@ impl Volume {
         &self.store.bucket
     }
 
+    /// Bytes of what is written that may be in memory.
+    pub fn write_bytes(&self) -> u64 {
+        self.budget.ceiling()
+    }
+
     /// The blocks that hold the committed content of a file, in file order.
     pub async fn block_keys(&self, ino: InodeId) -> Result<Vec<BlockKey>> {
         let (layout, _) = self.store.tree.layout(ino).await?;

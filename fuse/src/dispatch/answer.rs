@@ -3,7 +3,8 @@
 //! A worker thread of the FUSE session takes each request as far as it goes without waiting, which for most of them
 //! is to the end, and so without any switch of threads. What has to wait moves, with its reply, to a task. Tasks are
 //! bounded: at the bound the worker waits, the kernel's queue grows, and callers slow down. Its last request does not wait
-//! with it, so there are as many more as there are workers.
+//! with it, so there are as many more as there are workers. So it waits, too, before it takes the bytes of one more WRITE
+//! than there may wait for memory: what brings about that there is some again is under way without further requests.
 //!
 //! A panic ends one request only: its reply is dropped, and a dropped reply answers EIO.
 
@@ -16,11 +17,15 @@ use std::time::Duration;
 use forebay_core::InodeId;
 use forebay_io::task::TaskGroup;
 use tokio::runtime::Handle as Runtime;
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tracing::{debug, error, warn};
 
 /// Requests in waiting. The kernel sends at most its background limit (128) plus one for each blocked thread.
 const WAITING_MAX: u32 = 1024;
+/// Bytes of WRITEs that may wait in any mount: those of 64 that are as large as can be.
+const BODIES_LEAST: u64 = 64 << 20;
+/// What one permit for them stands for.
+const PERMIT_BYTES: u64 = 1 << 10;
 
 /// Works on requests.
 #[derive(Debug, Clone)]
@@ -28,15 +33,36 @@ pub(crate) struct Answerer {
     runtime: Runtime,
     tasks: TaskGroup,
     waiting: Arc<Semaphore>,
+    bodies: Arc<Semaphore>,
 }
 
+/// A place for the bytes of one WRITE, given back when dropped.
+pub(crate) type Body = OwnedSemaphorePermit;
+
 impl Answerer {
-    /// Waiting requests become tasks of `runtime`.
-    pub(crate) fn new(runtime: Runtime) -> Self {
+    /// Waiting requests become tasks of `runtime`; those that wait to be written bring no more than the `write_bytes` that may
+    /// be in memory of what is written, or 64 MiB.
+    pub(crate) fn new(runtime: Runtime, write_bytes: u64) -> Self {
+        let bodies = write_bytes.max(BODIES_LEAST) / PERMIT_BYTES;
         Self {
             runtime,
             tasks: TaskGroup::new("fuse"),
             waiting: Arc::new(Semaphore::new(WAITING_MAX as usize)),
+            bodies: Arc::new(Semaphore::new(bodies.min(Semaphore::MAX_PERMITS as u64) as usize)),
+        }
+    }
+
+    /// A place for a WRITE of so many bytes, which the worker waits for: there is none while too many wait for memory.
+    pub(crate) fn body(&self, bytes: usize) -> Body {
+        // A request is far smaller than the least that all may bring.
+        let permits = (bytes as u64).min(BODIES_LEAST).div_ceil(PERMIT_BYTES) as u32;
+        match self.bodies.clone().try_acquire_many_owned(permits) {
+            Ok(body) => body,
+            Err(_) => {
+                debug!("as much as may wait to be written waits");
+                let acquire = self.bodies.clone().acquire_many_owned(permits);
+                self.runtime.block_on(acquire).expect("the semaphore is never closed")
+            }
         }
     }
 
@@ -105,7 +131,7 @@ mod tests {
     #[test]
     fn work_that_need_not_wait_ends_on_the_calling_thread() {
         let runtime = runtime();
-        let answerer = Answerer::new(runtime.handle().clone());
+        let answerer = Answerer::new(runtime.handle().clone(), 0);
         let (sender, receiver) = std::sync::mpsc::channel();
         answerer.run("test", INO, async move {
             sender.send(std::thread::current().id()).expect("send");
@@ -116,7 +142,7 @@ mod tests {
     #[test]
     fn work_that_waits_moves_to_a_task_and_drain_awaits_it() {
         let runtime = runtime();
-        let answerer = Answerer::new(runtime.handle().clone());
+        let answerer = Answerer::new(runtime.handle().clone(), 0);
         let done = Arc::new(AtomicUsize::new(0));
         let (go, gate) = tokio::sync::watch::channel(false);
         for _ in 0..10 {
@@ -137,7 +163,7 @@ mod tests {
     #[test]
     fn work_goes_on_while_its_worker_waits_for_a_place() {
         let runtime = runtime();
-        let answerer = Answerer::new(runtime.handle().clone());
+        let answerer = Answerer::new(runtime.handle().clone(), 0);
         let taken = answerer.waiting.clone().try_acquire_many_owned(WAITING_MAX).expect("all places");
         let (sender, ended) = std::sync::mpsc::channel();
         let own = answerer.clone();
@@ -160,11 +186,48 @@ mod tests {
         assert_eq!(answerer.waiting.available_permits(), WAITING_MAX as usize);
     }
 
+    /// A thousand of them held a gibibyte, whatever the mount's memory.
+    #[test]
+    fn what_waits_to_be_written_is_bounded_in_bytes_and_stops_nothing_else() {
+        let runtime = runtime();
+        let answerer = Answerer::new(runtime.handle().clone(), 0);
+        let (go, gate) = tokio::sync::watch::channel(false);
+        let (sender, taken) = std::sync::mpsc::channel();
+        let own = answerer.clone();
+        let worker = std::thread::spawn(move || {
+            for number in 0..66 {
+                let (body, mut gate) = (own.body(1 << 20), gate.clone());
+                sender.send(number).expect("send");
+                own.run("write", INO, async move {
+                    gate.wait_for(|open| *open).await.expect("gate");
+                    drop(body);
+                });
+            }
+        });
+        for number in 0..64 {
+            assert_eq!(taken.recv_timeout(Duration::from_secs(60)), Ok(number));
+        }
+        assert!(taken.recv_timeout(Duration::from_millis(50)).is_err(), "the next one waits with its bytes");
+        let (sender, ended) = std::sync::mpsc::channel();
+        answerer.run("flush", INO, async move {
+            tokio::task::yield_now().await;
+            sender.send(()).expect("send");
+        });
+        assert_eq!(ended.recv_timeout(Duration::from_secs(60)), Ok(()), "others are worked on");
+        go.send(true).expect("gate");
+        for number in 64..66 {
+            assert_eq!(taken.recv_timeout(Duration::from_secs(60)), Ok(number));
+        }
+        worker.join().expect("the worker goes on");
+        runtime.block_on(answerer.drain(Duration::from_secs(60)));
+        assert_eq!(answerer.bodies.available_permits() as u64, BODIES_LEAST / PERMIT_BYTES);
+    }
+
     /// A dropped value stands for the reply: it must be dropped, so that EIO goes out, and the next request served.
     #[test]
     fn a_panic_drops_the_reply_and_nothing_else() {
         let runtime = runtime();
-        let answerer = Answerer::new(runtime.handle().clone());
+        let answerer = Answerer::new(runtime.handle().clone(), 0);
         let reply = Arc::new(());
         for waits in [false, true] {
             let held = reply.clone();

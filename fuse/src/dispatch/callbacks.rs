@@ -306,6 +306,7 @@ impl Filesystem for Dispatch {
         lock_owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
+        let body = self.answers.body(data.len());
         let data = self.buffers.copy(data);
         let clears_setid = write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
         let (file, handle) = (convert::inode(ino), convert::handle(handle));
@@ -320,6 +321,7 @@ impl Filesystem for Dispatch {
                 fs.note_writer(handle, writer);
             }
             replies::written(reply, fs.write(file, handle, write, data).await);
+            drop(body);
         });
     }
 
