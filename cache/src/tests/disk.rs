@@ -462,10 +462,13 @@ async fn a_directory_keeps_the_size_that_it_was_given() {
     let node = world.open(without.clone()).await;
     assert_eq!(pinned_files(directory.path()), 12);
     node.close().await;
-    // Another size is another wish.
+    // Another size is another wish, noted in place of the old one: what a crash, or a full disk, cuts short leaves that.
+    let (note, old) = (directory.path().join("ceiling"), directory.path().join("old"));
+    std::fs::hard_link(note, &old).expect("link");
     drop(world.open(settings(directory.path(), 40 * MIB)).await);
     assert!(pinned_files(directory.path()) < 9);
     assert_eq!(without.disk_ceiling(), 40 * MIB);
+    assert_eq!(std::fs::read_to_string(old).expect("read"), (80 * MIB).to_string());
 }
 
 /// A file system that is smaller than the cache thinks. Root only, since it is mounted here.

@@ -77,7 +77,7 @@ impl Directory {
         if let Some(share) = noted.and_then(|text| u64::from_str_radix(text.trim(), 16).ok()) {
             return share;
         }
-        if let Err(error) = std::fs::write(&path, format!("{drawn:016x}")) {
+        if let Err(error) = replace(&path, &format!("{drawn:016x}")) {
             tracing::warn!(directory = %self.root.display(), %error, "the share of the cache could not be noted there");
         }
         drawn
@@ -86,7 +86,7 @@ impl Directory {
     /// Has those who come later, and give the directory no ceiling, keep to this one.
     pub(crate) fn remember_ceiling(&self, bytes: u64) {
         if remembered_ceiling(&self.root) != Some(bytes)
-            && let Err(error) = std::fs::write(self.root.join(CEILING), bytes.to_string())
+            && let Err(error) = replace(&self.root.join(CEILING), &bytes.to_string())
         {
             tracing::warn!(directory = %self.root.display(), %error, "the size of the cache could not be noted there");
         }
@@ -141,6 +141,13 @@ impl Directory {
             tracing::warn!(%directory, dropped, "files that are no cached blocks were removed");
         }
     }
+}
+
+/// Writes a note in place of an older one, of which a full disk, or a crash, takes nothing.
+fn replace(path: &Path, note: &str) -> std::io::Result<()> {
+    let new = path.with_extension("new");
+    std::fs::write(&new, note)?;
+    std::fs::rename(new, path)
 }
 
 fn entries(directory: &Path) -> impl Iterator<Item = std::fs::DirEntry> {
