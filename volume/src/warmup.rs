@@ -22,6 +22,8 @@ use crate::Volume;
 const LAYOUTS_AT_ONCE: usize = 32;
 /// Missing or failed blocks that an outcome names; past it they are only counted.
 const NAMED: usize = 1_000;
+/// Blocks that are proved at once: what is wrong with them is in memory until it is told, or mended.
+const PROVED_AT_ONCE: usize = 256;
 
 /// What to warm, and how.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -132,7 +134,7 @@ pub async fn warmup(
     Ok(outcome)
 }
 
-/// Checks all blocks again; those that are damaged on disk are fetched again.
+/// Checks all blocks again, some at a time; those that are damaged on disk are fetched again.
 async fn prove(
     volume: &Volume,
     request: &Request,
@@ -140,15 +142,22 @@ async fn prove(
     cancel: &CancellationToken,
 ) -> Result<()> {
     let mut walked: Result<()> = Ok(());
-    let keys = until_error(blocks(volume, &request.paths), &mut walked).take_until(cancel.cancelled());
-    let mut proof = forebay_cache::prove(&**volume.blocks(), keys).await?;
+    {
+        let keys = until_error(blocks(volume, &request.paths), &mut walked).take_until(cancel.cancelled());
+        let mut windows = std::pin::pin!(keys.chunks(PROVED_AT_ONCE));
+        while let Some(window) = windows.next().await {
+            let mut proof = forebay_cache::prove(&**volume.blocks(), stream::iter(window)).await?;
+            replace_damaged(volume, fill, (&mut proof, outcome), cancel).await?;
+            outcome.proved += proof.present;
+            outcome.memory_only += proof.memory_only;
+            outcome.missing_blocks += proof.missing.len() as u64;
+            let unnamed = NAMED - outcome.missing.len();
+            outcome.missing.extend(proof.missing.iter().take(unnamed).map(name));
+        }
+    }
     walked?;
-    replace_damaged(volume, fill, (&mut proof, outcome), cancel).await?;
     outcome.cancelled = cancel.is_cancelled();
-    (outcome.proved, outcome.memory_only) = (proof.present, proof.memory_only);
-    outcome.missing_blocks = proof.missing.len() as u64;
     outcome.blocks = outcome.proved + outcome.missing_blocks;
-    outcome.missing = proof.missing.iter().take(NAMED).map(name).collect();
     Ok(())
 }
 

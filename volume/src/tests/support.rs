@@ -75,8 +75,8 @@ pub(crate) struct Fixture {
     pub(crate) trash_ms: u64,
     /// The right to the volume cannot be renewed: the tree takes no changes meanwhile.
     pub(crate) lapsed: Arc<AtomicBool>,
-    /// Cancelled when the first copies are read back.
-    pub(crate) stops_at_proof: Option<CancellationToken>,
+    /// Cancelled when copies are read back for the so manieth time.
+    pub(crate) stops_at_proof: Option<(usize, CancellationToken)>,
 }
 
 impl Fixture {
@@ -122,7 +122,7 @@ impl Fixture {
     async fn open_cache(&self) -> Arc<dyn Blocks> {
         let blocks = Node::open(self.bucket.clone(), self.cache.clone()).await.expect("a cache");
         match &self.stops_at_proof {
-            Some(stop) => Arc::new(StopsAtProof { blocks, stop: stop.clone() }),
+            Some((nth, stop)) => Arc::new(StopsAtProof::new(blocks, *nth, stop.clone())),
             None => blocks,
         }
     }

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -153,17 +154,24 @@ fn what_comes_and_goes_during_a_warmup_is_no_block_that_is_missing() {
     });
 }
 
-/// A cache that is stopped when the first copies are read back.
+/// A cache that is stopped when copies are read back for the nth time.
 #[derive(Debug)]
 pub(crate) struct StopsAtProof {
-    pub(crate) blocks: Arc<Node>,
-    pub(crate) stop: CancellationToken,
+    blocks: Arc<Node>,
+    left: AtomicUsize,
+    stop: CancellationToken,
+}
+
+impl StopsAtProof {
+    pub(crate) fn new(blocks: Arc<Node>, nth: usize, stop: CancellationToken) -> Self {
+        Self { blocks, left: AtomicUsize::new(nth), stop }
+    }
 }
 
 #[async_trait]
 impl Blocks for StopsAtProof {
     async fn stat(&self, keys: &[BlockKey], verify: bool) -> Result<Vec<Residency>> {
-        if verify {
+        if verify && self.left.fetch_sub(1, Relaxed) == 1 {
             self.stop.cancel();
         }
         self.blocks.stat(keys, verify).await
@@ -222,7 +230,7 @@ fn a_warmup_is_cancelled_while_it_counts_plans_or_proves() {
     run(async {
         let mut fixture = many(600).await;
         let stop = CancellationToken::new();
-        fixture.stops_at_proof = Some(stop.clone());
+        fixture.stops_at_proof = Some((1, stop.clone()));
         let volume = fixture.open().await;
         let planned = CancellationToken::new();
         let dry = Request { dry_run: true, ..all() };
@@ -270,6 +278,29 @@ fn a_damaged_block_that_is_named_twice_is_fetched_again_and_proved() {
         let again = warm(&volume, &twice).await;
         assert!(again.is_complete() && again.missing.is_empty(), "{again:?}");
         assert_eq!((again.blocks, again.proved, again.fetched, again.already), (402, 402, 1, 401));
+    });
+}
+
+/// What was damaged, or missing, of millions of blocks was in memory together before any of it was fetched.
+#[test]
+fn damaged_blocks_are_fetched_again_before_the_rest_is_proved() {
+    run(async {
+        let (mut fixture, scratch) = (many(600).await, tempfile::tempdir().expect("scratch"));
+        fixture.cache.directory = Some(scratch.path().to_owned());
+        fixture.cache.memory_bytes = 0;
+        // The three rounds of a proof, and of the next one as the first blocks were read back, fetched and read back again.
+        let stop = CancellationToken::new();
+        fixture.stops_at_proof = Some((3 + 3, stop.clone()));
+        let volume = fixture.open().await;
+        assert!(warm(&volume, &all()).await.is_complete());
+        let copies = files_below(&scratch.path().join("v1"));
+        assert_eq!(copies.len(), 600);
+        for copy in copies {
+            std::fs::write(copy, "cut short").expect("damage");
+        }
+        let outcome = warmup(&volume, &all(), |_| {}, &stop).await.expect("a warmup");
+        assert!(outcome.cancelled, "{outcome:?}");
+        assert_eq!((outcome.fetched, outcome.proved), (256, 256), "{outcome:?}");
     });
 }
 
