@@ -43,6 +43,8 @@ pub(crate) struct OpenInode {
     store: Arc<Store>,
     content: RwLock<Content>,
     writer: AsyncMutex<Writer>,
+    /// Whose turn it is to change the times that the tree has: a commit's or a caller's.
+    times: AsyncMutex<()>,
     /// Handles for writing whose release has not begun.
     writers: AtomicUsize,
     /// Wakes who makes way for writers.
@@ -150,6 +152,7 @@ impl OpenInode {
             store,
             content: RwLock::new(Content::committed(layout, generation)),
             writer: AsyncMutex::default(),
+            times: AsyncMutex::default(),
             writers: AtomicUsize::default(),
             came: Notify::new(),
             shares: AtomicBool::new(false),
@@ -386,12 +389,17 @@ impl OpenInode {
         self.is_touched.store(true, SeqCst);
     }
 
-    /// Sets the mtime that a pending commit would otherwise set to the time of the last write.
-    pub(crate) fn set_pending_mtime(&self, mtime: Timestamp) {
-        let mut content = self.content.write();
-        if content.modified().is_some() {
-            content.set_mtime(mtime);
+    /// Has `set` tell the tree of another mtime, which a pending commit would otherwise set to the time of the last write. One that
+    /// is being made is waited for: the later of the two calls stays.
+    pub(crate) async fn set_mtime<T>(&self, mtime: Timestamp, set: impl Future<Output = T>) -> T {
+        let _turn = self.times.lock().await;
+        {
+            let mut content = self.content.write();
+            if content.modified().is_some() {
+                content.set_mtime(mtime);
+            }
         }
+        set.await
     }
 
     /// Notes when the file was read.
@@ -488,6 +496,7 @@ impl OpenInode {
 
     /// Commits `layout` as the file's next content, over whatever the tree holds by now.
     async fn replace_layout(&self, mut layout: FileLayout) -> Result<()> {
+        let turn = self.times.lock().await;
         let (mut base, mut generation, modified) =
             self.look(|content| (content.base().clone(), content.generation(), content.modified()));
         let mtime = modified.unwrap_or_else(|| self.store.now());
@@ -522,6 +531,7 @@ impl OpenInode {
         // While it counts as uncommitted, nobody else opens the file anew and stages what is not committed yet.
         self.store.settled(self.ino);
         *self.content.write() = Content::committed(layout, committed.generation);
+        drop(turn);
         self.shares.store(false, Relaxed);
         self.store.unsealed.forget(self.ino);
         if !is_own {

@@ -282,9 +282,6 @@ impl Volume {
         if let Some(size) = size {
             self.truncate(ino, size).await?;
         }
-        if let (Some(mtime), Some(inode)) = (changes.mtime, self.find_open(ino)) {
-            inode.set_pending_mtime(mtime);
-        }
         if let (Some(_), Some(inode)) = (changes.atime, self.find_open(ino)) {
             inode.forget_access(self.store.now());
         }
@@ -292,7 +289,11 @@ impl Volume {
             return self.attributes(ino).await;
         }
         let gone = self.gone();
-        let changed = self.store.tree.set_attributes(ino, changes).await?;
+        let (mtime, tree) = (changes.mtime, &self.store.tree);
+        let changed = match (mtime, self.find_open(ino)) {
+            (Some(mtime), Some(inode)) => inode.set_mtime(mtime, tree.set_attributes(ino, changes)).await?,
+            _ => tree.set_attributes(ino, changes).await?,
+        };
         self.shown(changed, gone).await
     }
 

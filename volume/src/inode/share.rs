@@ -108,10 +108,12 @@ impl OpenInode {
         let (mut layout, generation) = self.look(|content| (content.layout().clone(), content.generation()));
         self.check_size(to.saturating_add(length))?;
         layout.copy(&from, range, to);
+        let turn = self.times.lock().await;
         let (tree, now) = (&self.store.tree, self.store.now());
         let committed = tree.commit_shared(self.ino, generation, layout.clone(), now, source.ino).await?;
         self.store.settled(self.ino);
         *self.content.write() = Content::committed(layout, committed.generation);
+        drop(turn);
         self.shares.store(true, Ordering::Relaxed);
         self.keep_up().await;
         Ok(length)

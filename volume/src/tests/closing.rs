@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use forebay_core::{ErrorKind, InodeId};
+use forebay_core::{ErrorKind, InodeId, Timestamp};
 use forebay_io::clock::Clock;
 use forebay_io::object::{Bucket, FaultMode, Faults, OperationKind};
 use forebay_metadata::tree::{Lookup, SetAttributes};
@@ -400,6 +400,47 @@ fn an_answer_from_before_a_files_end_does_not_come_after_it() {
             };
             let (told, ()) = tokio::join!(ask, end);
             assert_eq!((told.ino, told.size), (ino, 3), "{asked}");
+            volume.close().await.expect("close");
+        }
+    });
+}
+
+/// utimes that came while a commit was on its way to the tree was undone by it: the file had the time of its last write.
+#[test]
+fn a_time_that_is_set_while_a_file_is_committed_stays() {
+    run(async {
+        for is_shared in [false, true] {
+            let fixture = Fixture { is_unlucky: true, ..Fixture::new(Bucket::in_memory()) };
+            let volume = fixture.open().await;
+            let (file, other) = (create(&volume, "f").await, create(&volume, "other").await);
+            write(&other, 0, "bytes").await;
+            other.fsync().await.expect("fsync");
+            write(&file, 0, "written").await;
+            fixture.held_up.set_for_commit();
+            let (ino, mtime) = (file.ino(), Timestamp { seconds: 1_000, nanos: 7 });
+            let commit = async {
+                match is_shared {
+                    true => file.share(&other, 0..5, 0).await.map(drop),
+                    false => file.close(WRITER).await,
+                }
+            };
+            let set = async {
+                fixture.held_up.reached().await;
+                let changes = SetAttributes { mtime: Some(mtime), ..SetAttributes::default() };
+                // It may come before the commit goes on, where it does not wait for that.
+                let go_on = async { fixture.held_up.go_on() };
+                tokio::join!(biased; volume.set_attributes(ino, changes, None), go_on).0
+            };
+            let (committed, set) = tokio::join!(commit, set);
+            committed.expect("committed");
+            assert_eq!(set.expect("set").mtime, mtime);
+            assert_eq!(volume.attributes(ino).await.expect("a file").mtime, mtime);
+            for file in [file, other] {
+                file.release().await.expect("release");
+            }
+            volume.close().await.expect("close");
+            let volume = fixture.open().await;
+            assert_eq!(volume.attributes(ino).await.expect("a file").mtime, mtime);
             volume.close().await.expect("close");
         }
     });

@@ -19,10 +19,11 @@ use forebay_metadata::tree::{
 /// What the tree says of any file's bytes instead of what it has.
 pub(crate) type Older = Arc<Mutex<Option<(FileLayout, u64)>>>;
 
-/// Holds up the next answer of the tree that says what a file is.
+/// Holds up the next answer of the tree that says what a file is, or the next commit on its way there.
 #[derive(Debug, Default)]
 pub(crate) struct HeldUp {
     is_set: AtomicBool,
+    is_set_for_commit: AtomicBool,
     asked: Notify,
     goes_on: Notify,
 }
@@ -32,7 +33,11 @@ impl HeldUp {
         self.is_set.store(true, SeqCst);
     }
 
-    /// Returns when the tree has answered what is held up.
+    pub(crate) fn set_for_commit(&self) {
+        self.is_set_for_commit.store(true, SeqCst);
+    }
+
+    /// Returns when the tree has answered what is held up, or a commit is.
     pub(crate) async fn reached(&self) {
         self.asked.notified().await;
     }
@@ -42,7 +47,11 @@ impl HeldUp {
     }
 
     async fn pass(&self) {
-        if self.is_set.swap(false, SeqCst) {
+        self.wait_if(&self.is_set).await;
+    }
+
+    async fn wait_if(&self, is_set: &AtomicBool) {
+        if is_set.swap(false, SeqCst) {
             self.asked.notify_one();
             self.goes_on.notified().await;
         }
@@ -245,6 +254,7 @@ impl Tree for Unlucky {
         layout: FileLayout,
         mtime: Timestamp,
     ) -> Result<Attributes> {
+        self.held_up.wait_if(&self.held_up.is_set_for_commit).await;
         let committed = self.tree.commit_layout(ino, expected, layout, mtime).await?;
         self.fails.store(true, SeqCst);
         Ok(committed)
@@ -258,6 +268,7 @@ impl Tree for Unlucky {
         mtime: Timestamp,
         lender: InodeId,
     ) -> Result<Attributes> {
+        self.held_up.wait_if(&self.held_up.is_set_for_commit).await;
         let committed = self.tree.commit_shared(ino, expected, layout, mtime, lender).await?;
         self.fails.store(true, SeqCst);
         Ok(committed)
