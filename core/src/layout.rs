@@ -11,6 +11,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Blob, Error, Result};
 
+mod extents;
+
+use extents::Position;
+pub use extents::{Difference, Extents};
+
 /// Where the bytes of an extent come from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Source {
@@ -40,6 +45,14 @@ impl Extent {
     /// First file byte past the extent.
     pub fn end(&self) -> u64 {
         self.offset + self.length
+    }
+
+    /// The blob that holds its bytes.
+    pub fn blob(&self) -> Option<&Blob> {
+        match &self.source {
+            Source::Blob { blob, .. } => Some(blob),
+            Source::Inline(_) => None,
+        }
     }
 
     /// The part of this extent inside `range`, which must overlap it.
@@ -83,7 +96,7 @@ pub struct Piece {
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct FileLayout {
     size: u64,
-    extents: Vec<Extent>,
+    extents: Extents,
 }
 
 impl FileLayout {
@@ -96,7 +109,7 @@ impl FileLayout {
     pub fn of_blob(blob: Blob) -> Self {
         let size = blob.size;
         let whole = Extent { offset: 0, length: size, source: Source::Blob { blob, offset: 0 } };
-        Self { size, extents: vec![whole] }
+        Self { size, extents: vec![whole].into() }
     }
 
     /// Checks and wraps an extent list, as read from disk or the wire.
@@ -104,9 +117,18 @@ impl FileLayout {
     /// # Errors
     /// `Corrupt` when extents are empty, unsorted, overlapping, past `size`, or past the end of their source.
     pub fn from_parts(size: u64, extents: Vec<Extent>) -> Result<Self> {
-        let mut last_end = 0;
-        let empty_object = size == 0 && extents.len() == 1;
-        for extent in &extents {
+        let layout = Self { size, extents: extents.into() };
+        layout.check().map(|()| layout)
+    }
+
+    /// Checks one that was not made here.
+    ///
+    /// # Errors
+    /// As [`Self::from_parts`].
+    pub fn check(&self) -> Result<()> {
+        let (size, mut last_end) = (self.size, 0);
+        let empty_object = size == 0 && self.extents.len() == 1;
+        for extent in self.extents.iter() {
             let end = extent.offset.checked_add(extent.length);
             let fits = match &extent.source {
                 Source::Inline(bytes) => bytes.len() as u64 == extent.length,
@@ -131,7 +153,7 @@ impl FileLayout {
                 }
             }
         }
-        Ok(Self { size, extents })
+        Ok(())
     }
 
     /// Bytes in the file.
@@ -140,15 +162,15 @@ impl FileLayout {
     }
 
     /// The extents, sorted by offset.
-    pub fn extents(&self) -> &[Extent] {
+    pub fn extents(&self) -> &Extents {
         &self.extents
     }
 
     /// The blob that alone is the whole file, if it is just that: such a file is a plain object.
     pub fn single_blob(&self) -> Option<&Blob> {
-        match self.extents.as_slice() {
-            [Extent { offset: 0, length, source: Source::Blob { blob, offset: 0 } }]
-                if *length == self.size && blob.size == self.size =>
+        match self.extents.iter().next() {
+            Some(Extent { offset: 0, length, source: Source::Blob { blob, offset: 0 } })
+                if self.extents.len() == 1 && *length == self.size && blob.size == self.size =>
             {
                 Some(blob)
             }
@@ -163,32 +185,19 @@ impl FileLayout {
 
     /// Whether all its bytes lie in segments. Of a file without bytes nothing lies anywhere.
     pub fn is_packed(&self) -> bool {
-        let in_segment = |extent: &Extent| match &extent.source {
-            Source::Blob { blob, .. } => blob.is_segment(),
-            Source::Inline(_) => false,
-        };
+        let in_segment = |extent: &Extent| extent.blob().is_some_and(Blob::is_segment);
         !self.extents.is_empty() && self.extents.iter().all(in_segment)
     }
 
     /// Every blob that some extent lies in, in file order, repeats included.
     pub fn blobs(&self) -> impl Iterator<Item = &Blob> {
-        self.extents.iter().filter_map(|extent| match &extent.source {
-            Source::Blob { blob, .. } => Some(blob),
-            Source::Inline(_) => None,
-        })
+        self.extents.iter().filter_map(Extent::blob)
     }
 
     /// The same bytes from other blobs: each blob for which `other` names one, of the same size, is replaced.
     #[must_use]
     pub fn with_blobs(mut self, other: impl Fn(&Blob) -> Option<Blob>) -> Self {
-        for extent in &mut self.extents {
-            if let Source::Blob { blob, .. } = &mut extent.source
-                && let Some(new) = other(blob)
-            {
-                debug_assert_eq!(blob.size, new.size, "a copy has the size of what was copied");
-                *blob = new;
-            }
-        }
+        self.extents.change_blobs(other);
         self
     }
 
@@ -204,31 +213,29 @@ impl FileLayout {
             return self.clone();
         }
         let held = Places::of(base);
-        let mut moved = Self { size: self.size, extents: Vec::with_capacity(self.extents.len()) };
-        for extent in &self.extents {
-            let place = held.place_of(extent).filter(|range| range.end <= now.size);
-            // What `now` has not whole stays: a byte is never taken for a hole.
-            let pieces = place.clone().map(|range| now.pieces(range)).unwrap_or_default();
-            match pieces.iter().all(|piece| piece.source.is_some()) {
-                true if !pieces.is_empty() => {
-                    let from = place.map_or(0, |range| range.start);
-                    for Piece { range, source } in pieces {
-                        let length = range.end - range.start;
-                        let offset = range.start - from + extent.offset;
-                        source.into_iter().for_each(|source| moved.push(Extent { offset, length, source }));
-                    }
-                }
-                _ => moved.push(extent.clone()),
+        let mut moved = Self { size: self.size, extents: Extents::default() };
+        for chunk in self.extents.chunks() {
+            if chunk.iter().all(|extent| held.place_of(extent).is_none()) {
+                moved.extents.push_chunk(chunk);
+                continue;
             }
+            chunk.iter().for_each(|extent| moved.push_from(extent, held.place_of(extent), now));
         }
         moved
     }
 
-    /// Puts `extent` behind all that there is.
-    fn push(&mut self, extent: Extent) {
-        match self.extents.last_mut() {
-            Some(last) if last.continues_into(&extent) => last.length += extent.length,
-            _ => self.extents.push(extent),
+    /// Puts `extent` behind all that there is, with its bytes from where `now` has them, which are at `place` of that. What it has
+    /// not whole stays: a byte is never taken for a hole.
+    fn push_from(&mut self, extent: &Extent, place: Option<Range<u64>>, now: &Self) {
+        let place = place.filter(|range| range.end <= now.size);
+        let from = place.as_ref().map_or(0, |range| range.start);
+        let pieces = place.map(|range| now.pieces(range)).unwrap_or_default();
+        if pieces.is_empty() || pieces.iter().any(|piece| piece.source.is_none()) {
+            return self.extents.push(extent.clone());
+        }
+        for Piece { range, source } in pieces {
+            let (offset, length) = (range.start - from + extent.offset, range.end - range.start);
+            source.into_iter().for_each(|source| self.extents.push(Extent { offset, length, source }));
         }
     }
 
@@ -236,55 +243,62 @@ impl FileLayout {
     /// length, of which each run without a gap is one.
     pub fn place_inline(&mut self, mut place: impl FnMut(u64, u64) -> Source) {
         let (mut at, mut run) = (0, None::<Range<u64>>);
-        let mut placed = Self { size: self.size, extents: Vec::with_capacity(self.extents.len()) };
-        let mut end = |placed: &mut Self, run: Option<Range<u64>>| {
+        let mut placed = Extents::default();
+        let mut end = |placed: &mut Extents, run: Option<Range<u64>>| {
             let Some(Range { start, end }) = run else { return };
             placed.push(Extent { offset: start, length: end - start, source: place(at, end - start) });
             at += end - start;
         };
-        for extent in std::mem::take(&mut self.extents) {
-            match (&extent.source, &mut run) {
-                (Source::Inline(_), Some(run)) if run.end == extent.offset => run.end = extent.end(),
-                (Source::Inline(_), _) => end(&mut placed, run.replace(extent.offset..extent.end())),
-                (Source::Blob { .. }, _) => {
-                    end(&mut placed, run.take());
-                    placed.push(extent);
+        for chunk in self.extents.chunks() {
+            if !chunk.has_inline() {
+                end(&mut placed, run.take());
+                placed.push_chunk(chunk);
+                continue;
+            }
+            for extent in chunk.iter() {
+                match (&extent.source, &mut run) {
+                    (Source::Inline(_), Some(run)) if run.end == extent.offset => run.end = extent.end(),
+                    (Source::Inline(_), _) => end(&mut placed, run.replace(extent.offset..extent.end())),
+                    (Source::Blob { .. }, _) => {
+                        end(&mut placed, run.take());
+                        placed.push(extent.clone());
+                    }
                 }
             }
         }
         end(&mut placed, run);
-        *self = placed;
+        self.extents = placed;
     }
 
     /// Makes the inline extent at `offset` one with those before it, as long as none of them is longer than what follows it,
     /// and all of them have at most `most` bytes: of many short ones few are left then, and each byte is copied as often as its
     /// extent can double. Returns how many there are less.
     pub fn gather_inline(&mut self, offset: u64, most: u64) -> usize {
-        let last = self.extents.partition_point(|extent| extent.end() <= offset);
-        let Some(Extent { source: Source::Inline(_), .. }) = self.extents.get(last) else { return 0 };
-        let (mut first, mut length) = (last, self.extents[last].length);
-        while let Some(before) = first.checked_sub(1) {
-            let Extent { source: Source::Inline(_), length: of_before, .. } = self.extents[before] else {
-                break;
-            };
-            let is_next = self.extents[before].end() == self.extents[first].offset;
-            if !is_next || of_before > length || of_before + length > most {
-                break;
-            }
-            (first, length) = (before, length + of_before);
+        let last = self.extents.ending_past(offset);
+        let inline = |place: Position| {
+            self.extents.get(place).filter(|extent| matches!(extent.source, Source::Inline(_)))
+        };
+        let Some(mut next) = inline(last) else { return 0 };
+        let (mut first, mut length, mut count) = (last, next.length, 0);
+        while let Some(place) = self.extents.before(first)
+            && let Some(extent) = inline(place)
+            && extent.end() == next.offset
+            && extent.length <= length
+            && extent.length + length <= most
+        {
+            (first, next, length, count) = (place, extent, length + extent.length, count + 1);
         }
-        if first < last {
+        if count > 0 {
             let mut bytes = BytesMut::with_capacity(length as usize);
-            for extent in &self.extents[first..=last] {
+            for extent in self.extents.iter_at(first).take(count + 1) {
                 if let Source::Inline(part) = &extent.source {
                     bytes.extend_from_slice(part);
                 }
             }
-            let offset = self.extents[first].offset;
-            let whole = Extent { offset, length, source: Source::Inline(bytes.freeze()) };
-            self.extents.splice(first..=last, [whole]);
+            let whole = Extent { offset: next.offset, length, source: Source::Inline(bytes.freeze()) };
+            self.extents.replace(first..self.extents.after(last), vec![whole]);
         }
-        last - first
+        count
     }
 
     /// Puts `range` of `from` over what is at `to`, holes included, growing the file if it reaches past the end.
@@ -311,8 +325,7 @@ impl FileLayout {
         let end = range.end.min(self.size);
         let mut at = range.start;
         let mut pieces = Vec::new();
-        let first = self.extents.partition_point(|extent| extent.end() <= at);
-        for extent in &self.extents[first..] {
+        for extent in self.extents.iter_at(self.extents.ending_past(at)) {
             if at >= end || extent.offset >= end {
                 break;
             }
@@ -335,10 +348,28 @@ impl FileLayout {
             return;
         }
         self.forget_empty_object();
-        let position = self.clear(extent.offset..extent.end());
         self.size = self.size.max(extent.end());
-        self.extents.insert(position, extent);
-        self.merge_around(position);
+        let Cut { mut range, before, after } = self.cut(extent.offset..extent.end());
+        let mut put: Vec<Extent> = Vec::with_capacity(3);
+        for extent in [before, Some(extent), after].into_iter().flatten() {
+            match put.last_mut().filter(|last| last.continues_into(&extent)) {
+                Some(last) => last.length += extent.length,
+                None => put.push(extent),
+            }
+        }
+        if let (Some(place), Some(first)) = (self.extents.before(range.start), put.first_mut())
+            && let Some(last) = self.extents.get(place).filter(|last| last.continues_into(first))
+        {
+            *first = Extent { length: last.length + first.length, ..last.clone() };
+            range.start = place;
+        }
+        if let (Some(next), Some(last)) = (self.extents.get(range.end), put.last_mut())
+            && last.continues_into(next)
+        {
+            last.length += next.length;
+            range.end = self.extents.after(range.end);
+        }
+        self.extents.replace(range, put);
     }
 
     /// Makes `range` a hole; the size stays.
@@ -361,15 +392,13 @@ impl FileLayout {
 
     /// First byte at or after `offset` that is data, or `None`. SEEK_DATA.
     pub fn next_data(&self, offset: u64) -> Option<u64> {
-        let first = self.extents.partition_point(|extent| extent.end() <= offset);
-        self.extents.get(first).map(|extent| extent.offset.max(offset))
+        self.extents.get(self.extents.ending_past(offset)).map(|extent| extent.offset.max(offset))
     }
 
     /// First byte at or after `offset` that is in a hole; the end of the file counts as one. SEEK_HOLE.
     pub fn next_hole(&self, offset: u64) -> u64 {
-        let first = self.extents.partition_point(|extent| extent.end() <= offset);
         let mut at = offset;
-        for extent in &self.extents[first..] {
+        for extent in self.extents.iter_at(self.extents.ending_past(offset)) {
             if extent.offset > at {
                 break;
             }
@@ -380,47 +409,45 @@ impl FileLayout {
 
     /// Bytes that are not holes.
     pub fn allocated(&self) -> u64 {
-        self.extents.iter().map(|extent| extent.length).sum()
+        self.extents.bytes()
+    }
+
+    /// Bytes that lie in no blob.
+    pub fn inline_bytes(&self) -> u64 {
+        self.extents.inline_bytes()
     }
 
     /// Drops the empty object that the file was, before it gets bytes or a hole.
     fn forget_empty_object(&mut self) {
         if self.size == 0 {
-            self.extents.clear();
+            self.extents = Extents::default();
         }
     }
 
-    /// Removes `range` from the extents and returns where an extent starting at `range.start` belongs.
-    fn clear(&mut self, range: Range<u64>) -> usize {
-        let first = self.extents.partition_point(|extent| extent.end() <= range.start);
-        let last = self.extents.partition_point(|extent| extent.offset < range.end);
-        let mut kept = Vec::new();
-        let mut position = first;
-        for extent in &self.extents[first..last.max(first)] {
-            if extent.offset < range.start {
-                kept.push(extent.cut(&(extent.offset..range.start)));
-                position += 1;
-            }
-            if extent.end() > range.end {
-                kept.push(extent.cut(&(range.end..extent.end())));
-            }
-        }
-        self.extents.splice(first..last.max(first), kept);
-        position
+    /// Removes `range` from the extents.
+    fn clear(&mut self, range: Range<u64>) {
+        let Cut { range, before, after } = self.cut(range);
+        self.extents.replace(range, before.into_iter().chain(after).collect());
     }
 
-    /// Joins the extent at `position` with neighbours that continue it.
-    fn merge_around(&mut self, position: usize) {
-        for left in [position, position.wrapping_sub(1)] {
-            let Some(right) = left.checked_add(1).filter(|right| *right < self.extents.len()) else {
-                continue;
-            };
-            if self.extents[left].continues_into(&self.extents[right]) {
-                self.extents[left].length += self.extents[right].length;
-                self.extents.remove(right);
-            }
+    /// What `range`, which is not empty, meets.
+    fn cut(&self, range: Range<u64>) -> Cut {
+        let (start, end) = (self.extents.ending_past(range.start), self.extents.beginning_at(range.end));
+        let first = self.extents.get(start).filter(|extent| extent.offset < range.start);
+        let last = self.extents.before(end).and_then(|last| self.extents.get(last));
+        Cut {
+            range: start..end,
+            before: first.map(|extent| extent.cut(&(extent.offset..range.start))),
+            after: last.filter(|last| last.end() > range.end).map(|last| last.cut(&(range.end..last.end()))),
         }
     }
+}
+
+/// Extents that a range of a file meets, and what of the first and last of them lies outside of it.
+struct Cut {
+    range: Range<Position>,
+    before: Option<Extent>,
+    after: Option<Extent>,
 }
 
 /// Where in a file the bytes of blobs are.
@@ -439,7 +466,7 @@ struct Place {
 impl<'a> Places<'a> {
     fn of(layout: &'a FileLayout) -> Self {
         let mut places: HashMap<&Blob, Vec<Place>> = HashMap::new();
-        for extent in &layout.extents {
+        for extent in layout.extents.iter() {
             if let Source::Blob { blob, offset } = &extent.source {
                 let range = *offset..*offset + extent.length;
                 places.entry(blob).or_default().push(Place { range, offset: extent.offset, reach: 0 });

@@ -16,4 +16,4 @@ pub use block::{BLOCK_SIZE, BlockKey, VolumeBlob};
 pub use checksum::crc32c;
 pub use error::{Error, ErrorKind, Result};
 pub use id::{Blob, InodeId, ObjectKey, Version, VolumeId};
-pub use layout::{Extent, FileLayout, Piece, Source};
+pub use layout::{Difference, Extent, Extents, FileLayout, Piece, Source};

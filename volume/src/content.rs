@@ -148,9 +148,12 @@ impl Content {
 
     /// The whole file, in order, when all of it is inline: it can be written as one object.
     pub(crate) fn whole_inline(&self) -> Option<Vec<Bytes>> {
+        if self.layout.inline_bytes() < self.size() {
+            return None;
+        }
         let mut at = 0;
         let mut parts = Vec::with_capacity(self.layout.extents().len());
-        for extent in self.layout.extents() {
+        for extent in self.layout.extents().iter() {
             match &extent.source {
                 Source::Inline(bytes) if extent.offset == at => parts.push(bytes.clone()),
                 _ => return None,
@@ -176,14 +179,13 @@ impl Content {
 
     /// Inline bytes of the file: what is left of those that are dirty.
     pub(crate) fn inline(&self) -> u64 {
-        let is_inline = |extent: &&Extent| matches!(extent.source, Source::Inline(_));
-        self.layout.extents().iter().filter(is_inline).map(|extent| extent.length).sum()
+        self.layout.inline_bytes()
     }
 
     /// All inline bytes one after the other, as they go into one blob.
     pub(crate) fn pack(&self) -> Bytes {
         let mut packed = BytesMut::with_capacity(self.inline() as usize);
-        for extent in self.layout.extents() {
+        for extent in self.layout.extents().inline() {
             if let Source::Inline(bytes) = &extent.source {
                 packed.extend_from_slice(bytes);
             }

@@ -36,18 +36,27 @@ impl Batch {
         let price =
             if layout.extents().len() > MANY.saturating_mul(each) { SHORT_BYTES } else { CHEAP_BYTES };
         let is_short = |extent: &Extent| extent.length < SHORT_BYTES;
-        let first = layout.extents().partition_point(|extent| extent.offset < offset);
-        let runs = layout.extents()[first..]
-            .chunk_by(|one, next| is_short(one) && is_short(next) && one.end() == next.offset)
-            .filter(|run| run.len() > 1);
+        let continues = |run: &[&Extent], next: &Extent| {
+            run.last().is_some_and(|last| is_short(last) && is_short(next) && last.end() == next.offset)
+        };
         let mut batch = Self::default();
-        for run in runs {
+        let mut extents = layout.extents().iter_from(offset).peekable();
+        let mut run: Vec<&Extent> = Vec::new();
+        while let Some(first) = extents.next() {
+            run.clear();
+            run.push(first);
+            while let Some(next) = extents.next_if(|next| continues(&run, next)) {
+                run.push(next);
+            }
+            if run.len() < 2 {
+                continue;
+            }
             let most = run[0].offset + BATCH_BYTES - batch.bytes();
             let fits = &run[..run.partition_point(|extent| extent.end() <= most)];
             if let [one, .., last] = fits
                 && last.end() - one.offset <= price * (fits.len() as u64 - 1)
             {
-                fits.iter().for_each(|extent| batch.from.write(extent.clone()));
+                fits.iter().for_each(|extent| batch.from.write((*extent).clone()));
                 batch.runs.push(one.offset..last.end());
             }
             if fits.len() < run.len() {

@@ -40,59 +40,74 @@ fn next(state: &mut u64, bound: u64) -> u64 {
     (z ^ (z >> 31)) % bound
 }
 
+/// Makes an edit, of at most `longest` bytes, of a layout of up to `space` bytes and of what it should be. Returns where.
+fn edit(layout: &mut FileLayout, model: &mut Vec<Cell>, state: &mut u64, space: u64, longest: u64) -> u64 {
+    let start = next(state, space);
+    let end = start + 1 + next(state, (space - start).min(longest));
+    match next(state, 6) {
+        0 | 1 => {
+            let number = next(state, 3);
+            // Sometimes at the same place in the blob as in the file, so that neighbours merge.
+            let offset = if next(state, 2) == 0 { start } else { next(state, space) };
+            let source = Source::Blob { blob: Blob { size: 2 * space, ..blob(number) }, offset };
+            layout.write(Extent { offset: start, length: end - start, source });
+            model.resize(model.len().max(end as usize), None);
+            for at in start..end {
+                model[at as usize] = Some((number, offset + at - start));
+            }
+        }
+        2 => {
+            let bytes: Vec<u8> = (start..end).map(|at| at as u8).collect();
+            let source = Source::Inline(bytes.into());
+            layout.write(Extent { offset: start, length: end - start, source });
+            model.resize(model.len().max(end as usize), None);
+            for at in start..end {
+                model[at as usize] = Some((1000, at % 256));
+            }
+        }
+        3 => {
+            let to = next(state, space);
+            let source = layout.clone();
+            layout.copy(&source, start..end, to);
+            let cells: Vec<Cell> =
+                model.iter().copied().skip(start as usize).take((end - start) as usize).collect();
+            if !cells.is_empty() {
+                model.resize(model.len().max(to as usize + cells.len()), None);
+                model[to as usize..][..cells.len()].copy_from_slice(&cells);
+            }
+        }
+        4 => {
+            layout.punch(start..end);
+            for at in start..end.min(model.len() as u64) {
+                model[at as usize] = None;
+            }
+        }
+        // Not too short where edits are to be here and there.
+        _ => {
+            let size = if longest < space { space - end + start } else { start };
+            layout.truncate(size);
+            model.resize(size as usize, None);
+        }
+    }
+    start
+}
+
+fn check(layout: &FileLayout, model: &[Cell], what: &str) {
+    assert_eq!(cells(layout), model, "{what}");
+    assert_eq!(layout.allocated(), model.iter().flatten().count() as u64, "{what}");
+    let inline = model.iter().flatten().filter(|(number, _)| *number == 1000).count();
+    assert_eq!(layout.inline_bytes(), inline as u64, "{what}");
+    layout.extents().check();
+    layout.check().unwrap_or_else(|error| panic!("{what}: {error}"));
+}
+
 fn check_seed(seed: u64) {
     let mut state = seed;
     let mut layout = FileLayout::empty();
     let mut model: Vec<Cell> = Vec::new();
     for step in 0..200 {
-        let start = next(&mut state, SPACE);
-        let end = start + 1 + next(&mut state, SPACE - start);
-        match next(&mut state, 6) {
-            0 | 1 => {
-                let number = next(&mut state, 3);
-                // Sometimes at the same place in the blob as in the file, so that neighbours merge.
-                let offset = if next(&mut state, 2) == 0 { start } else { next(&mut state, SPACE) };
-                let source = Source::Blob { blob: blob(number), offset };
-                layout.write(Extent { offset: start, length: end - start, source });
-                model.resize(model.len().max(end as usize), None);
-                for at in start..end {
-                    model[at as usize] = Some((number, offset + at - start));
-                }
-            }
-            2 => {
-                let bytes: Vec<u8> = (start..end).map(|at| at as u8).collect();
-                let source = Source::Inline(bytes.into());
-                layout.write(Extent { offset: start, length: end - start, source });
-                model.resize(model.len().max(end as usize), None);
-                for at in start..end {
-                    model[at as usize] = Some((1000, at));
-                }
-            }
-            3 => {
-                let to = next(&mut state, SPACE);
-                let source = layout.clone();
-                layout.copy(&source, start..end, to);
-                let cells: Vec<Cell> =
-                    model.iter().copied().skip(start as usize).take((end - start) as usize).collect();
-                if !cells.is_empty() {
-                    model.resize(model.len().max(to as usize + cells.len()), None);
-                    model[to as usize..][..cells.len()].copy_from_slice(&cells);
-                }
-            }
-            4 => {
-                layout.punch(start..end);
-                for at in start..end.min(model.len() as u64) {
-                    model[at as usize] = None;
-                }
-            }
-            _ => {
-                layout.truncate(start);
-                model.resize(start as usize, None);
-            }
-        }
-        assert_eq!(cells(&layout), model, "seed {seed} step {step}");
-        FileLayout::from_parts(layout.size(), layout.extents().to_vec())
-            .unwrap_or_else(|error| panic!("seed {seed} step {step}: {error}"));
+        let start = edit(&mut layout, &mut model, &mut state, SPACE, SPACE);
+        check(&layout, &model, &format!("seed {seed} step {step}"));
         check_seeks(&layout, &model, start, seed);
     }
 }
@@ -113,6 +128,68 @@ fn edits_agree_with_an_array() {
     for seed in 0..300 {
         check_seed(seed);
     }
+}
+
+/// A file of `count` extents of one byte, each of which is followed by a hole.
+fn dotted(count: u64) -> FileLayout {
+    let extent = |number: u64| {
+        let source = Source::Blob { blob: Blob { size: 4 * count, ..blob(number % 3) }, offset: number };
+        Extent { offset: 2 * number, length: 1, source }
+    };
+    FileLayout::from_parts(2 * count, (0..count).map(extent).collect()).expect("a layout")
+}
+
+#[test]
+fn edits_of_many_extents_agree_with_an_array() {
+    for seed in 0..20 {
+        let mut state = seed;
+        let mut layout = dotted(4096);
+        let (mut model, size) = (cells(&layout), layout.size());
+        for step in 0..60 {
+            let before = layout.clone();
+            let longest = if next(&mut state, 4) == 0 { size / 4 } else { 20 };
+            edit(&mut layout, &mut model, &mut state, size, longest);
+            check(&layout, &model, &format!("seed {seed} step {step}"));
+            let is_in = |layout: &FileLayout, extent: &Extent| {
+                layout.extents().iter_from(extent.offset).next() == Some(extent)
+            };
+            let (mut old, mut new) = (Vec::new(), Vec::new());
+            for difference in before.extents().differences(layout.extents()) {
+                match difference {
+                    Difference::Old(extent) => old.push(extent),
+                    Difference::New(extent) => new.push(extent),
+                }
+            }
+            assert!(old.iter().all(|extent| !is_in(&layout, extent)), "seed {seed} step {step}");
+            assert!(new.iter().all(|extent| !is_in(&before, extent)), "seed {seed} step {step}");
+            let (of_old, of_new) = (before.extents().len() - old.len(), layout.extents().len() - new.len());
+            assert_eq!(of_old, of_new, "seed {seed} step {step}: what is left is in both");
+            assert_eq!(before.extents() == layout.extents(), old.is_empty() && new.is_empty());
+        }
+    }
+}
+
+/// Each write into the middle of a database moved megabytes, and each commit copied them.
+#[test]
+fn a_write_to_a_file_of_many_extents_leaves_all_but_a_few_where_they_are() {
+    let base = dotted(500_000);
+    let mut edited = base.clone();
+    for number in 0..10 {
+        let source = Source::Inline(Bytes::from_static(b"x"));
+        edited.write(Extent { offset: number * 100_000 + 1, length: 1, source });
+    }
+    assert_eq!(edited.allocated(), 500_010);
+    let (shared, all) = edited.extents().shared_with(base.extents());
+    assert!(all > 1900 && all - shared <= 20, "{shared} of {all} chunks");
+    edited.place_inline(|at, _| Source::Blob { blob: blob(7), offset: at });
+    assert_eq!(edited.inline_bytes(), 0);
+    let (shared, all) = edited.extents().shared_with(base.extents());
+    assert!(all - shared <= 20, "{shared} of {all} chunks");
+    let moved = edited.moved_into(&FileLayout::of_blob(blob(7)), &FileLayout::of_blob(blob(8)));
+    let (shared, all) = moved.extents().shared_with(base.extents());
+    assert!(moved != edited && all - shared <= 20, "{shared} of {all} chunks");
+    let differences = base.extents().differences(moved.extents()).count();
+    assert_eq!(differences, 10);
 }
 
 #[test]
@@ -160,7 +237,7 @@ fn an_empty_object_is_remembered_until_bytes_come() {
     assert_eq!((layout.next_data(0), layout.next_hole(0)), (None, 0));
     FileLayout::from_parts(0, layout.extents().to_vec()).expect("an empty object is a layout");
     layout.truncate(4);
-    assert_eq!(layout.extents(), []);
+    assert!(layout.extents().is_empty());
 }
 
 #[test]
@@ -207,7 +284,7 @@ fn what_was_sealed_meanwhile_is_taken_from_where_it_lies_now() {
 /// As [`FileLayout::moved_into`] says, one extent after another.
 fn moved_one_by_one(layout: &FileLayout, base: &FileLayout, now: &FileLayout) -> FileLayout {
     let mut moved = layout.clone();
-    for extent in layout.extents() {
+    for extent in layout.extents().iter() {
         let Source::Blob { blob, offset } = &extent.source else { continue };
         let (start, end) = (*offset, *offset + extent.length);
         let place = base.extents().iter().find_map(|held| match &held.source {
@@ -269,7 +346,7 @@ fn a_layout_of_many_extents_is_moved() {
     let mut edited = base.clone();
     edited.write(Extent { offset: 1_000, length: 10, source: Source::Inline(vec![7; 10].into()) });
     let mut expected = now.clone();
-    expected.write(edited.extents()[100].clone());
+    expected.write(edited.extents().to_vec()[100].clone());
     assert!(edited.moved_into(&base, &now) == expected);
 }
 

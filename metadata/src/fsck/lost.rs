@@ -78,7 +78,7 @@ fn losses_of(
         layout => layout?,
     };
     let mut losses: Vec<Loss> = Vec::new();
-    for extent in layout.extents() {
+    for extent in layout.extents().iter() {
         let Source::Blob { blob, .. } = &extent.source else { continue };
         let Some(why) = lacking.get(blob) else { continue };
         if is_listed(look, ino, &inode, blob)? {

@@ -21,6 +21,12 @@ pub(crate) fn borrowed<'a>(layout: &'a FileLayout, home: Option<&Blob>) -> Vec<&
     others.filter(|blob| found.insert(blob)).collect()
 }
 
+/// A file's layout as its records have it.
+pub(crate) struct Stored {
+    pub(crate) layout: FileLayout,
+    pub(crate) parts: Parts,
+}
+
 /// Typed reads, the same in a transaction and outside.
 pub(crate) trait Records {
     fn reads(&self) -> &dyn Reads;
@@ -96,7 +102,7 @@ pub(crate) trait Records {
 
     /// Where the inode's bytes are.
     fn layout(&self, ino: InodeId, inode: &Inode) -> Result<FileLayout> {
-        self.resolve(self.stored_layout(ino, inode)?, inode.home.as_ref())
+        self.resolve(self.stored(ino, inode)?.layout, inode.home.as_ref())
     }
 
     /// The layout with plain objects that were moved away replaced by their owned copies. `home` is the file's own
@@ -120,11 +126,11 @@ pub(crate) trait Records {
     }
 
     /// The layout as the records have it.
-    fn stored_layout(&self, ino: InodeId, inode: &Inode) -> Result<FileLayout> {
-        FileLayout::from_parts(inode.size, self.parts(ino, inode)?.joined())
+    fn stored(&self, ino: InodeId, inode: &Inode) -> Result<Stored> {
+        let parts = self.parts(ino, inode)?;
+        Ok(Stored { layout: FileLayout::from_parts(inode.size, parts.joined())?, parts })
     }
 
-    /// The same as it lies in the records.
     fn parts(&self, ino: InodeId, inode: &Inode) -> Result<Parts> {
         let mut parts = Parts { head: inode.extents.clone(), further: Vec::new() };
         if inode.further > 0 {
@@ -169,6 +175,20 @@ pub(crate) trait Records {
     /// How many inodes refer to an owned blob; `None` when none ever did.
     fn references(&self, key: &str) -> Result<Option<References>> {
         self.reads().get(&self.keys().references(key))?.map(References::decode).transpose()
+    }
+
+    /// The same of many, of which all that have to be fetched are fetched at once.
+    fn counts<'k>(&self, blobs: impl Iterator<Item = &'k str> + Clone) -> Result<HashMap<&'k str, u64>>
+    where
+        Self: Sized,
+    {
+        let keys: Vec<Bytes> = blobs.clone().map(|key| self.keys().references(key)).collect();
+        let keys: Vec<&[u8]> = keys.iter().map(|key| &key[..]).collect();
+        let counted = blobs.zip(self.reads().get_many(&keys)?).filter_map(|(key, value)| {
+            let record = References::decode(value?);
+            Some(record.map(|record| (key, record.count)))
+        });
+        counted.collect()
     }
 
     /// What the mover is to do about an inode.

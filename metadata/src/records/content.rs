@@ -1,10 +1,10 @@
 //! What a file consists of, and which owned blobs are referred to.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
-use forebay_core::{Blob, FileLayout, InodeId, ObjectKey, Result, Version};
+use forebay_core::{Blob, Difference, FileLayout, InodeId, ObjectKey, Result, Version};
 
-use super::access::borrowed;
+use super::access::{Stored, borrowed};
 use super::{Change, Records, session_of};
 use crate::schema::{Deletion, Inode, Loan, Parts, References, encode_extents};
 
@@ -17,18 +17,26 @@ impl Change<'_, '_> {
         layout: &FileLayout,
         home: Option<Blob>,
     ) -> Result<Option<Blob>> {
-        let parts = self.parts(ino, inode)?;
-        let stored = FileLayout::from_parts(inode.size, parts.joined())?;
-        let old = self.resolve(stored.clone(), inode.home.as_ref())?;
+        let stored = self.stored(ino, inode)?;
+        self.replace_stored((ino, inode), stored, layout, home)
+    }
+
+    /// The same for who has read what is `stored`.
+    pub(crate) fn replace_stored(
+        &mut self,
+        (ino, inode): (InodeId, &mut Inode),
+        stored: Stored,
+        layout: &FileLayout,
+        home: Option<Blob>,
+    ) -> Result<Option<Blob>> {
+        let old = self.resolve(stored.layout.clone(), inode.home.as_ref())?;
         let layout = &self.resolve(layout.clone(), home.as_ref())?;
-        self.change_loans((&stored, inode.home.as_ref()), (layout, home.as_ref()))?;
+        self.change_loans((&stored.layout, inode.home.as_ref()), (layout, home.as_ref()))?;
         self.change_references(ino, &old, layout)?;
         let before = std::mem::replace(&mut inode.home, home);
-        let Parts { head, further: runs } = parts.recut(layout.extents());
-        for (n, run) in (0u32..).zip(&runs) {
-            if parts.further.get(n as usize) != Some(run) {
-                self.put(self.keys().extents(ino, n), encode_extents(run))?;
-            }
+        let (Parts { head, further: runs }, changed) = stored.parts.recut(layout.extents());
+        for n in changed {
+            self.put(self.keys().extents(ino, n as u32), encode_extents(&runs[n]))?;
         }
         let further = runs.len() as u32;
         for n in further..inode.further {
@@ -80,16 +88,23 @@ impl Change<'_, '_> {
 
     /// Counts the inode in at the owned blobs that only `new` has, and out at those that only `old` has. A blob that
     /// nothing refers to any more is queued for deletion.
-    fn change_references(
-        &mut self,
-        ino: InodeId,
-        old_layout: &FileLayout,
-        new_layout: &FileLayout,
-    ) -> Result<()> {
-        let (old, new) = (owned(old_layout), owned(new_layout));
-        for (key, blob) in &new {
-            if !old.contains_key(key) {
-                let count = self.references(key)?.map_or(0, |record| record.count);
+    fn change_references(&mut self, ino: InodeId, old: &FileLayout, new: &FileLayout) -> Result<()> {
+        let (mut only_old, mut only_new) = (BTreeMap::new(), BTreeMap::new());
+        for difference in old.extents().differences(new.extents()) {
+            let (extent, blobs) = match difference {
+                Difference::Old(extent) => (extent, &mut only_old),
+                Difference::New(extent) => (extent, &mut only_new),
+            };
+            blobs.extend(extent.blob().filter(|blob| blob.is_owned()).map(|blob| (blob.key.as_str(), blob)));
+        }
+        let counts = self.counts(only_new.keys().chain(only_old.keys()).copied())?;
+        let count = |key: &str| counts.get(key).copied().unwrap_or(0);
+        // What no file refers to, this one does not.
+        let referred = only_new.keys().copied().filter(|key| count(key) > 0).collect();
+        let (known, kept) = (named(old, &referred), named(new, &only_old.keys().copied().collect()));
+        for (key, blob) in only_new {
+            if !known.contains(key) {
+                let count = count(key);
                 self.put_references(blob, count + 1)?;
                 if blob.is_segment() {
                     self.join_segment(blob, ino, count == 0)?;
@@ -97,14 +112,14 @@ impl Change<'_, '_> {
                 self.delete(self.keys().deletion(Deletion::UNCOMMITTED_MS, key))?;
             }
         }
-        for (key, blob) in &old {
-            if new.contains_key(key) {
-                if blob.is_segment() && old_layout != new_layout {
+        for (key, blob) in only_old {
+            if kept.contains(key) {
+                if blob.is_segment() {
                     self.loosen(blob)?;
                 }
                 continue;
             }
-            let count = self.references(key)?.map_or(0, |record| record.count);
+            let count = count(key);
             self.put_references(blob, count.saturating_sub(1))?;
             if blob.is_segment() {
                 self.leave_segment(blob, ino, count <= 1)?;
@@ -113,7 +128,7 @@ impl Change<'_, '_> {
                 self.delete(self.keys().references(key))?;
             } else if count <= 1 {
                 let due_ms = self.shared.now_ms().saturating_add(self.shared.settings.delete_delay_ms);
-                self.queue_deletion(due_ms, Deletion { blob: (*blob).clone(), session: None })?;
+                self.queue_deletion(due_ms, Deletion { blob: blob.clone(), session: None })?;
             }
         }
         Ok(())
@@ -140,7 +155,16 @@ impl Change<'_, '_> {
     }
 }
 
-/// The owned blobs of a layout, each once.
-fn owned(layout: &FileLayout) -> BTreeMap<&str, &Blob> {
-    layout.blobs().filter(|blob| blob.is_owned()).map(|blob| (blob.key.as_str(), blob)).collect()
+/// Those of some keys at which a layout has blobs.
+fn named<'a>(layout: &'a FileLayout, keys: &BTreeSet<&str>) -> BTreeSet<&'a str> {
+    let mut found = BTreeSet::new();
+    let mut blobs = layout.blobs().map(|blob| blob.key.as_str());
+    while found.len() < keys.len()
+        && let Some(key) = blobs.next()
+    {
+        if keys.contains(key) {
+            found.insert(key);
+        }
+    }
+    found
 }

@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use forebay_core::{Blob, FileLayout, InodeId, ObjectKey, Result};
+use forebay_core::{Blob, InodeId, ObjectKey, Result};
 use parking_lot::Mutex;
 
 use super::{Change, Records, owned_key};
@@ -79,10 +79,13 @@ impl Change<'_, '_> {
         self.put(self.keys().member(segment.as_str(), ino), record.encode())
     }
 
-    /// Whether the segments that `layout` names are there: one that was compacted since the caller read it may be gone.
-    pub(crate) fn has_segments(&self, layout: &FileLayout, is_known: impl Fn(&Blob) -> bool) -> bool {
-        layout
-            .blobs()
+    /// Whether the segments among some blobs are there: one that was compacted since the caller read of it may be gone.
+    pub(crate) fn has_segments<'a>(
+        &self,
+        blobs: impl Iterator<Item = &'a Blob>,
+        is_known: impl Fn(&Blob) -> bool,
+    ) -> bool {
+        blobs
             .filter(|blob| blob.is_segment())
             .all(|blob| is_known(blob) || self.shared.segments.holds(&blob.key))
     }

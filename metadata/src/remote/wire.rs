@@ -343,7 +343,7 @@ impl Answer {
 
 /// A layout whose extents are as they should be.
 fn checked(layout: FileLayout) -> Result<FileLayout> {
-    FileLayout::from_parts(layout.size(), layout.extents().to_vec())
+    layout.check().map(|()| layout)
 }
 
 /// What is said in one direction.

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use forebay_core::{Blob, Extent, Source};
+use forebay_core::{Blob, Extent, Extents, Source};
 
 /// Bytes of extents that an `I` record may hold before `E` records follow: small files need one read.
 const HEAD_BYTES: usize = 1024;
@@ -38,10 +38,11 @@ impl Parts {
         [&self.head[..]].into_iter().chain(further).flatten().cloned().collect()
     }
 
-    /// `extents`, in their order, in parts that differ from these in as few `E` records as may be.
-    pub fn recut(&self, extents: &[Extent]) -> Self {
-        if fitting(extents, HEAD_BYTES) == extents.len() {
-            return Self { head: extents.to_vec(), further: Vec::new() };
+    /// The parts of a file that has `extents` now, and the numbers of the `E` records that are to be written: as few as may be.
+    pub fn recut(self, extents: &Extents) -> (Self, Vec<usize>) {
+        let extents: Vec<&Extent> = extents.iter().collect();
+        if fitting(&extents, HEAD_BYTES) == extents.len() {
+            return (Self { head: cloned(&extents), further: Vec::new() }, Vec::new());
         }
         let mut old: Vec<usize> = (0..self.further.len()).collect();
         old.sort_by_key(|number| start(&self.further[*number]));
@@ -52,18 +53,22 @@ impl Parts {
         let bounds: Vec<usize> = old.iter().map(place).chain([extents.len()]).collect();
         let head = fitting(&extents[..bounds[0]], HEAD_BYTES);
         let mut runs = Vec::with_capacity(old.len() + 1);
-        cut(extents, head..bounds[0], None, old.is_empty(), &mut runs);
+        cut(&extents, head..bounds[0], None, old.is_empty(), &mut runs);
         for (index, number) in old.iter().enumerate() {
             let range = bounds[index]..bounds[index + 1];
-            if extents[range.clone()] == self.further[*number][..] {
+            if extents[range.clone()].iter().copied().eq(&self.further[*number]) {
                 runs.push(Run { range, number: Some(*number), is_changed: false });
             } else {
-                cut(extents, range, Some(*number), index + 1 == old.len(), &mut runs);
+                cut(&extents, range, Some(*number), index + 1 == old.len(), &mut runs);
             }
         }
-        let further = numbered(extents, join(extents, runs));
-        Self { head: extents[..head].to_vec(), further }
+        let (further, changed) = numbered(self.further, &extents, join(&extents, runs));
+        (Self { head: cloned(&extents[..head]), further }, changed)
     }
+}
+
+fn cloned(extents: &[&Extent]) -> Vec<Extent> {
+    extents.iter().map(|extent| (*extent).clone()).collect()
 }
 
 /// Where a run begins in its file.
@@ -73,7 +78,7 @@ fn start(run: &[Extent]) -> u64 {
 
 /// Adds the changed run `range` in pieces that records can hold: filled where files grow, at the end, and halves elsewhere, which
 /// leave room.
-fn cut(extents: &[Extent], range: Range<usize>, number: Option<usize>, is_last: bool, runs: &mut Vec<Run>) {
+fn cut(extents: &[&Extent], range: Range<usize>, number: Option<usize>, is_last: bool, runs: &mut Vec<Run>) {
     let (mut number, mut rest) = (number, range);
     while !rest.is_empty() {
         let fits = fitting(&extents[rest.clone()], FURTHER_BYTES).max(1);
@@ -85,7 +90,7 @@ fn cut(extents: &[Extent], range: Range<usize>, number: Option<usize>, is_last: 
 }
 
 /// Joins what was changed and is short with its neighbour, where half of a record holds both.
-fn join(extents: &[Extent], runs: Vec<Run>) -> Vec<Run> {
+fn join(extents: &[&Extent], runs: Vec<Run>) -> Vec<Run> {
     let mut joined: Vec<Run> = Vec::with_capacity(runs.len());
     for run in runs {
         if let Some(last) = joined.last_mut().filter(|last| last.is_changed || run.is_changed) {
@@ -101,23 +106,37 @@ fn join(extents: &[Extent], runs: Vec<Run>) -> Vec<Run> {
     joined
 }
 
-/// The extents of each run by its number, of which none is left out.
-fn numbered(extents: &[Extent], runs: Vec<Run>) -> Vec<Vec<Extent>> {
-    let mut further: Vec<Option<Range<usize>>> = runs.iter().map(|_| None).collect();
+/// The extents of each run by its number, of which none is left out, and which of them are not what the record has.
+fn numbered(
+    mut old: Vec<Vec<Extent>>,
+    extents: &[&Extent],
+    runs: Vec<Run>,
+) -> (Vec<Vec<Extent>>, Vec<usize>) {
+    let mut places: Vec<Option<Run>> = runs.iter().map(|_| None).collect();
     let mut unnumbered = Vec::new();
     for run in runs {
-        match run.number.and_then(|number| further.get_mut(number)) {
-            Some(place) => *place = Some(run.range),
-            None => unnumbered.push(run.range),
+        match run.number.and_then(|number| places.get_mut(number)) {
+            Some(place) => *place = Some(run),
+            None => unnumbered.push(run),
         }
     }
     let mut unnumbered = unnumbered.into_iter();
-    let ranges = further.into_iter().filter_map(|place| place.or_else(|| unnumbered.next()));
-    ranges.map(|range| extents[range].to_vec()).collect()
+    let runs = places.into_iter().filter_map(|place| place.or_else(|| unnumbered.next()));
+    let (mut further, mut changed) = (Vec::new(), Vec::new());
+    for (number, run) in runs.enumerate() {
+        let is_same = |run: &Run| extents[run.range.clone()].iter().copied().eq(&old[number]);
+        if run.number == Some(number) && (!run.is_changed || is_same(&run)) {
+            further.push(std::mem::take(&mut old[number]));
+        } else {
+            further.push(cloned(&extents[run.range]));
+            changed.push(number);
+        }
+    }
+    (further, changed)
 }
 
 /// How many of the first extents take at most `most` bytes.
-fn fitting(extents: &[Extent], most: usize) -> usize {
+fn fitting(extents: &[&Extent], most: usize) -> usize {
     let mut taken = 0;
     let mut blobs: Vec<&Blob> = Vec::new();
     for (index, extent) in extents.iter().enumerate() {
@@ -152,11 +171,20 @@ mod tests {
         Extent { offset, length, source: Source::Blob { blob, offset: 0 } }
     }
 
-    /// How many `E` records change from one to the other, and how many go.
-    fn changed(before: &Parts, after: &Parts) -> usize {
-        let both =
-            before.further.iter().zip(&after.further).filter(|(before, after)| before != after).count();
-        both + before.further.len().abs_diff(after.further.len())
+    /// The parts that a file has next, and how many `E` records change for it, or go.
+    fn next(parts: &Parts, extents: Vec<Extent>) -> (Parts, usize) {
+        let (next, written) = parts.clone().recut(&extents.into());
+        let differ =
+            |number: &usize| parts.further.get(*number).is_none_or(|run| *run != next.further[*number]);
+        let numbers = 0..next.further.len();
+        assert_eq!(written, numbers.filter(differ).collect::<Vec<_>>(), "what changed is written");
+        let gone = parts.further.len().saturating_sub(next.further.len());
+        (next, written.len() + gone)
+    }
+
+    /// The same of a file that had nothing.
+    fn first(extents: &[Extent]) -> Parts {
+        next(&Parts::default(), extents.to_vec()).0
     }
 
     #[track_caller]
@@ -172,17 +200,17 @@ mod tests {
     #[test]
     fn short_layouts_have_no_further_records_and_long_extents_one_of_their_own() {
         let few: Vec<_> = (0..5).map(|n| written(n * 20, 10, n)).collect();
-        let parts = Parts::default().recut(&few);
+        let parts = first(&few);
         assert_eq!((parts.head.len(), parts.further.len()), (5, 0));
         let inline = Extent { offset: 0, length: 5000, source: Source::Inline(vec![1; 5000].into()) };
-        let parts = Parts::default().recut(std::slice::from_ref(&inline));
+        let parts = first(&[inline]);
         assert_eq!((parts.head.len(), parts.further.len()), (0, 1));
-        assert_eq!(parts.recut(&[]), Parts::default());
+        assert_eq!(next(&parts, Vec::new()), (Parts::default(), 1));
         let many: Vec<_> = (0..5_000).map(|n| written(n * 20, 10, n)).collect();
-        let parts = Parts::default().recut(&many);
+        let parts = first(&many);
         check(&parts, &many);
         assert_eq!(
-            parts.recut(&few),
+            next(&parts, few.clone()).0,
             Parts { head: few, further: Vec::new() },
             "one that was sealed is short again"
         );
@@ -193,12 +221,12 @@ mod tests {
         let (mut parts, mut extents) = (Parts::default(), Vec::new());
         for number in 0..3_000 {
             extents.push(written(number * 20, 10, number));
-            let next = parts.recut(&extents);
-            assert!(changed(&parts, &next) <= 1, "extent {number}");
+            let (next, changed) = next(&parts, extents.clone());
+            assert!(changed <= 1, "extent {number}");
             parts = next;
         }
         check(&parts, &extents);
-        assert_eq!(parts.further.len(), Parts::default().recut(&extents).further.len(), "they are filled");
+        assert_eq!(parts.further.len(), first(&extents).further.len(), "they are filled");
     }
 
     /// Writes, holes and new sizes anywhere: as many bytes are written for each as for a file that is as long as a few
@@ -224,14 +252,14 @@ mod tests {
                         true
                     }
                 };
-                let next = parts.recut(layout.extents());
+                let (next, changed) = next(&parts, layout.extents().to_vec());
                 if number % 20 == 0 {
-                    check(&next, layout.extents());
+                    check(&next, &layout.extents().to_vec());
                 }
-                assert!(!is_local || changed(&parts, &next) <= 4, "{}", changed(&parts, &next));
+                assert!(!is_local || changed <= 4, "{changed}");
                 parts = next;
             }
-            let least = Parts::default().recut(layout.extents()).further.len();
+            let least = first(&layout.extents().to_vec()).further.len();
             assert!(
                 parts.further.len() <= 4 * least + 4,
                 "{} records where {least} would do",

@@ -1,8 +1,9 @@
 //! Giving a file new content.
 
+use std::cell::LazyCell;
 use std::collections::HashSet;
 
-use forebay_core::{Attributes, Blob, Error, ErrorKind, FileLayout, InodeId, Result, Timestamp};
+use forebay_core::{Attributes, Blob, Difference, Error, ErrorKind, FileLayout, InodeId, Result, Timestamp};
 
 use crate::records::{Change, Records, session_of};
 use crate::schema::{HolderState, Inode, Intent};
@@ -34,25 +35,27 @@ pub(super) fn commit_layout(
     }
     // The mover's own intents are its to end: its copy may be on the way.
     let intent = change.intent(ino)?.filter(|intent| intent.copies.is_none());
-    let old = change.layout(ino, &inode)?;
+    let stored = change.stored(ino, &inode)?;
+    let old = change.resolve(stored.layout.clone(), inode.home.as_ref())?;
     // What the caller started from may name objects that were moved since.
     let layout = change.resolve(content.layout.clone(), inode.home.as_ref())?;
     let lent = lent(change, content.lender)?;
     if content.lender.is_some() {
         change.reserve(ino, layout.size())?;
     }
-    let known: HashSet<&Blob> = old.blobs().chain(&lent).collect();
+    let added = added(&old, &layout);
+    let known = LazyCell::new(|| old.blobs().chain(&lent).collect::<HashSet<&Blob>>());
     let known = |blob: &Blob| known.contains(blob);
-    if !change.has_segments(&layout, known) {
+    if !change.has_segments(added.iter().copied(), known) {
         return conflict("takes bytes of a segment that was compacted");
     }
-    if change.session != change.shared.session && has_lost(change, &layout, known)? {
+    if change.session != change.shared.session && has_lost(change, &added, known)? {
         let fact = format!(
             "inode {ino} would have bytes of a session that ended: this host was cut off for too long"
         );
         return Err(Error::new(ErrorKind::Stale, fact));
     }
-    let Some(home) = new_home(&inode, known, intent.as_ref(), &layout) else {
+    let Some(home) = new_home(&inode, known, intent.as_ref(), &added) else {
         return conflict("was moved: its layout is based on an object that is not its own any more");
     };
     if let (Some(intent), Some(_)) = (&intent, content.mtime)
@@ -60,7 +63,7 @@ pub(super) fn commit_layout(
     {
         return conflict("is based on an object that a write may have replaced of which nobody was told");
     }
-    let before = change.replace_layout((ino, &mut inode), &layout, home)?;
+    let before = change.replace_stored((ino, &mut inode), stored, &layout, home)?;
     if let Some(intent) = &intent {
         let is_there = layout.blobs().any(|blob| blob.key == intent.key);
         // What was asked of the store may be there all the same, or on its way: the intent tells then that it is older. Who
@@ -93,10 +96,20 @@ pub(super) fn commit_layout(
     Ok(inode.attributes(ino))
 }
 
+/// The blobs of the extents that a file did not have before.
+fn added<'a>(old: &'a FileLayout, layout: &'a FileLayout) -> Vec<&'a Blob> {
+    let extents = layout.extents().differences(old.extents());
+    let is_new = |difference| match difference {
+        Difference::Old(extent) => extent.blob(),
+        Difference::New(_) => None,
+    };
+    extents.filter_map(is_new).collect()
+}
+
 /// Whether a layout that another mount commits has owned blobs that may be gone: of a session that ended, and referred to by
 /// no file.
-fn has_lost(change: &Change<'_, '_>, layout: &FileLayout, is_known: impl Fn(&Blob) -> bool) -> Result<bool> {
-    let owned: HashSet<&Blob> = layout.blobs().filter(|blob| blob.is_owned()).collect();
+fn has_lost(change: &Change<'_, '_>, added: &[&Blob], is_known: impl Fn(&Blob) -> bool) -> Result<bool> {
+    let owned: HashSet<&Blob> = added.iter().copied().filter(|blob| blob.is_owned()).collect();
     for blob in owned.into_iter().filter(|blob| !is_known(blob)) {
         let is_referred = change.references(blob.key.as_str())?.is_some_and(|record| record.count > 0);
         if !is_referred && session_of(&blob.key).is_some_and(|session| !change.shared.is_living(session)) {
@@ -130,15 +143,15 @@ fn lent(change: &Change<'_, '_>, lender: Option<InodeId>) -> Result<Vec<Blob>> {
     Ok(lent)
 }
 
-/// The plain object that is the file's after the commit; `None` when the layout uses one that it may not use.
+/// The plain object that is the file's after the commit; `None` when what it `added` is in one that it may not use.
 fn new_home(
     inode: &Inode,
     is_known: impl Fn(&Blob) -> bool,
     intent: Option<&Intent>,
-    layout: &FileLayout,
+    added: &[&Blob],
 ) -> Option<Option<Blob>> {
     let mut written = None;
-    for blob in layout.blobs().filter(|blob| !blob.is_owned()) {
+    for blob in added.iter().copied().filter(|blob| !blob.is_owned()) {
         if inode.home.as_ref() != Some(blob) && !is_known(blob) {
             let is_placed = intent.is_some_and(|intent| intent.key == blob.key);
             if !is_placed || written.is_some_and(|other| other != blob) {

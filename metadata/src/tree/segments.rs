@@ -167,7 +167,7 @@ fn move_step(
     let found = inodes(change, members)?;
     let layouts: Vec<_> = found.iter().map(|(ino, inode)| change.layout(*ino, inode)).collect();
     let layouts: Vec<FileLayout> = layouts.into_iter().collect::<Result<_>>()?;
-    if !change.has_segments(to, |_| false) {
+    if !change.has_segments(to.blobs(), |_| false) {
         return Err(Error::new(ErrorKind::Bug, "bytes are moved to a segment that nobody holds"));
     }
     let mut count = 0;

@@ -34,7 +34,7 @@ impl Store {
     /// Whether a file was written front to back, staged first and now in memory: all of it can be one upload.
     pub(crate) fn is_staged_stream(&self, layout: &FileLayout) -> bool {
         let (mut at, mut is_inline) = (0, false);
-        for extent in layout.extents() {
+        for extent in layout.extents().iter() {
             let fits = match &extent.source {
                 Source::Blob { blob, .. } => !is_inline && self.fetch.is_staged(blob),
                 Source::Inline(_) => true,
