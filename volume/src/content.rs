@@ -25,6 +25,8 @@ pub(crate) struct Content {
     base: FileLayout,
     /// Generation of the last commit.
     generation: u64,
+    /// What the tree had counted of relocations when the base was looked at there, and committed over since.
+    relocations: Option<u64>,
     /// Bytes that were written and that no blob holds yet, those that were written over among them, and what they take in memory
     /// besides: see [`beside`].
     dirty: u64,
@@ -43,11 +45,26 @@ impl Content {
             base: layout.clone(),
             layout,
             generation,
+            relocations: None,
             dirty: 0,
             streamed: 0,
             modified: None,
             changed: Timestamp::default(),
         }
+    }
+
+    /// Goes on from a commit of what was made of this.
+    pub(crate) fn commit(&mut self, layout: FileLayout, generation: u64) {
+        *self = Self { relocations: self.relocations, ..Self::committed(layout, generation) };
+    }
+
+    /// Notes what the tree had counted of relocations before it was asked where the base lies.
+    pub(crate) fn note_relocations(&mut self, relocations: Option<u64>) {
+        self.relocations = relocations;
+    }
+
+    pub(crate) fn relocations(&self) -> Option<u64> {
+        self.relocations
     }
 
     /// What was committed last now lies where `now` has it; what was written since stays over it.

@@ -14,6 +14,7 @@ use forebay_core::units::MIB;
 use forebay_core::{Blob, Error, ErrorKind, FileLayout, InodeId, Result, Timestamp};
 use forebay_io::mem::Permit;
 use forebay_metadata::remote::RemoteTree;
+use forebay_metadata::tree::LocalTree;
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Mutex as AsyncMutex, MutexGuard, Notify};
 
@@ -530,7 +531,7 @@ impl OpenInode {
         let is_own = layout.single_blob().is_some();
         // While it counts as uncommitted, nobody else opens the file anew and stages what is not committed yet.
         self.store.settled(self.ino);
-        *self.content.write() = Content::committed(layout, committed.generation);
+        self.content.write().commit(layout, committed.generation);
         drop(turn);
         self.shares.store(false, Relaxed);
         self.store.unsealed.forget(self.ino);
@@ -541,9 +542,13 @@ impl OpenInode {
     }
 
     /// Goes on from where the tree has the bytes before and after a commit: objects may have been moved. Goes on as before if
-    /// the tree cannot tell: who finds bytes gone asks it again.
+    /// the tree cannot tell: who finds bytes gone asks it again. The caller has the turn.
     async fn keep_up(&self) {
-        if let Err(error) = self.take_over().await {
+        let counted = self.store.tree.local().map(LocalTree::relocations);
+        if counted.is_some() && counted == self.look(Content::relocations) {
+            return;
+        }
+        if let Err(error) = self.take_over_as(counted).await {
             tracing::debug!(ino = %self.ino, %error, "what was committed may have been moved");
         }
     }

@@ -1,6 +1,7 @@
 //! What a file consists of, and which owned blobs are referred to.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::sync::atomic::Ordering;
 
 use forebay_core::{Blob, Difference, FileLayout, InodeId, ObjectKey, Result, Version};
 
@@ -17,11 +18,12 @@ impl Change<'_, '_> {
         layout: &FileLayout,
         home: Option<Blob>,
     ) -> Result<Option<Blob>> {
+        self.note_relocation();
         let stored = self.stored(ino, inode)?;
         self.replace_stored((ino, inode), stored, layout, home)
     }
 
-    /// The same for who has read what is `stored`.
+    /// The same for who has read what is `stored`, and gives the file a new generation or notes that it was relocated.
     pub(crate) fn replace_stored(
         &mut self,
         (ino, inode): (InodeId, &mut Inode),
@@ -48,6 +50,11 @@ impl Change<'_, '_> {
         inode.extents = head;
         inode.further = further;
         Ok(before)
+    }
+
+    /// Has those who have files open look where their bytes are.
+    pub(crate) fn note_relocation(&self) {
+        self.shared.relocations.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Counts the inode in at the plain objects of others that only `new` names, and out at those that only `old` does.
@@ -83,6 +90,9 @@ impl Change<'_, '_> {
 
     /// Notes what other files make of a plain object.
     pub(crate) fn put_loan(&mut self, loan: &Loan) -> Result<()> {
+        if loan.moved.is_some() {
+            self.note_relocation();
+        }
         self.put(self.keys().loan(&loan.blob), loan.encode())
     }
 

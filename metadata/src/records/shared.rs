@@ -51,6 +51,8 @@ pub(crate) struct Shared {
     pub(crate) segments: Arc<Pins>,
     /// Counts directory renames, so that the mover can tell that none came while it walked.
     pub(crate) subtree_moves: AtomicU64,
+    /// How often bytes of files were brought elsewhere, or may have been, which gives these no new generation.
+    pub(crate) relocations: AtomicU64,
     /// How often prefixes were let go of that may not be free on disk yet: after a power cut what is put there would be listed
     /// by the directories that had them, and taken for new contents of their files.
     pub(crate) prefixes_freed: AtomicU64,
@@ -88,6 +90,7 @@ impl Shared {
             aside: Aside::default(),
             segments: Arc::default(),
             subtree_moves: AtomicU64::new(0),
+            relocations: AtomicU64::new(0),
             prefixes_freed: AtomicU64::new(0),
             names_left: NamesLeft::default(),
             work: Notify::new(),

@@ -2,9 +2,11 @@
 
 use std::cell::LazyCell;
 use std::collections::HashSet;
+use std::sync::atomic::Ordering;
 
 use forebay_core::{Attributes, Blob, Difference, Error, ErrorKind, FileLayout, InodeId, Result, Timestamp};
 
+use super::LocalTree;
 use crate::records::{Change, Records, session_of};
 use crate::schema::{HolderState, Inode, Intent};
 
@@ -20,6 +22,17 @@ pub(super) struct Content {
     pub(super) lender: Option<InodeId>,
     /// Whether what was asked of the store to bring to the file's own path may still come.
     pub(super) awaits: bool,
+}
+
+impl LocalTree {
+    /// Counts what may have brought bytes of files elsewhere: as long as it says the same, a file of one generation has the layout that
+    /// it had when it was asked for after this.
+    pub fn relocations(&self) -> u64 {
+        let relocations = self.shared.relocations.load(Ordering::SeqCst);
+        // One that is counted may still be under way.
+        self.committer.pass();
+        relocations
+    }
 }
 
 /// As [`super::Tree::commit_layout`].
@@ -62,6 +75,9 @@ pub(super) fn commit_layout(
         && names_what_may_be_gone(&layout, intent)
     {
         return conflict("is based on an object that a write may have replaced of which nobody was told");
+    }
+    if content.mtime.is_none() {
+        change.note_relocation();
     }
     let before = change.replace_stored((ino, &mut inode), stored, &layout, home)?;
     if let Some(intent) = &intent {

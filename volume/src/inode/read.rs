@@ -178,10 +178,16 @@ impl OpenInode {
     /// Goes on from where the tree has the bytes that were committed last; what was written since stays over them. The
     /// caller has the turn.
     pub(super) async fn take_over(&self) -> Result<()> {
+        self.take_over_as(None).await
+    }
+
+    /// The same, with what the tree had counted of relocations before.
+    pub(super) async fn take_over_as(&self, relocations: Option<u64>) -> Result<()> {
         let (layout, current) = self.store.tree.layout(self.ino).await?;
         let mut content = self.content.write();
         if content.generation() == current {
             content.follow(layout);
+            content.note_relocations(relocations);
         }
         Ok(())
     }

@@ -2,8 +2,8 @@
 //! up.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -24,6 +24,8 @@ pub(crate) type Older = Arc<Mutex<Option<(FileLayout, u64)>>>;
 pub(crate) struct HeldUp {
     is_set: AtomicBool,
     is_set_for_commit: AtomicBool,
+    is_lucky: AtomicBool,
+    layouts: AtomicU64,
     asked: Notify,
     goes_on: Notify,
 }
@@ -35,6 +37,16 @@ impl HeldUp {
 
     pub(crate) fn set_for_commit(&self) {
         self.is_set_for_commit.store(true, SeqCst);
+    }
+
+    /// Has the tree answer after commits as well.
+    pub(crate) fn be_lucky(&self) {
+        self.is_lucky.store(true, SeqCst);
+    }
+
+    /// How often the tree was asked for a layout.
+    pub(crate) fn layouts(&self) -> u64 {
+        self.layouts.load(SeqCst)
     }
 
     /// Returns when the tree has answered what is held up, or a commit is.
@@ -113,10 +125,11 @@ impl Tree for Unlucky {
     }
 
     async fn layout(&self, ino: InodeId) -> Result<(FileLayout, u64)> {
+        self.held_up.layouts.fetch_add(1, SeqCst);
         if let Some(older) = self.older.lock().clone() {
             return Ok(older);
         }
-        match self.fails.swap(false, SeqCst) {
+        match self.fails.swap(false, SeqCst) && !self.held_up.is_lucky.load(SeqCst) {
             true => Err(Error::new(ErrorKind::Unavailable, "the tree is not there")),
             false => self.tree.layout(ino).await,
         }

@@ -10,12 +10,12 @@ use forebay_io::mem::Class;
 use forebay_io::object::{Bucket, Condition, FaultMode, Faults, OperationKind};
 use forebay_metadata::tree::resolve;
 
-use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run};
-use crate::Access;
+use super::support::{Fixture, READ, READ_WRITE, create, object, open, pattern, run, until};
 use crate::content::Content;
 use crate::settings::WriteSettings;
 use crate::staging::WritebackSettings;
 use crate::volume::local;
+use crate::{Access, File};
 
 /// Promise: a file written front to back is one upload to its own path, however it is cut into writes.
 #[test]
@@ -614,6 +614,44 @@ fn what_was_committed_has_not_failed() {
             assert!(file.read(0, u32::MAX).await.expect("read") == expected);
             file.release().await.expect("release");
         }
+    });
+}
+
+/// Each fsync asked the tree twice where all bytes of the file lie.
+#[test]
+fn an_fsync_asks_where_bytes_lie_when_some_may_have_been_moved() {
+    run(async {
+        let fixture = Fixture { is_unlucky: true, ..Fixture::new(Bucket::in_memory()) };
+        fixture.held_up.be_lucky();
+        let volume = fixture.open().await;
+        let (file, other) = (create(&volume, "f").await, create(&volume, "other").await);
+        let synced = async |file: &File, number: u64| {
+            file.write(1000 * number, pattern(number, 0..100)).await.expect("write");
+            file.fsync().await.expect("fsync");
+        };
+        for number in 0..2 {
+            synced(&file, number).await;
+            synced(&other, number).await;
+        }
+        let asked = fixture.held_up.layouts();
+        for number in 2..10 {
+            synced(&file, number).await;
+        }
+        assert_eq!(fixture.held_up.layouts(), asked, "nothing was moved");
+        other.release().await.expect("release");
+        let is_sealed = async || volume.tree().layout(other.ino()).await.expect("a layout").0.is_plain();
+        until("another file is brought home", is_sealed).await;
+        let asked = fixture.held_up.layouts();
+        for number in 10..15 {
+            synced(&file, number).await;
+        }
+        assert_eq!(fixture.held_up.layouts(), asked + 1);
+        for number in 0..15 {
+            let read = file.read(1000 * number, 100).await.expect("read");
+            assert!(read == pattern(number, 0..100), "write {number}");
+        }
+        file.release().await.expect("release");
+        volume.close().await.expect("close");
     });
 }
 
