@@ -9,6 +9,7 @@ use forebay_io::mem::{Class, Permit};
 use forebay_io::object::MIN_PART_BYTES;
 
 use crate::content::Content;
+use crate::inode::OpenInode;
 use crate::volume::Volume;
 
 /// How long a writer waits for memory before it looks again at what others hold: doubled each time.
@@ -37,7 +38,7 @@ impl Volume {
         let mut granted = pin!(self.budget.acquire(Class::Write, bytes));
         let mut pause = FIRST_PAUSE;
         loop {
-            let mut open = self.open_inodes();
+            let mut open = self.open_inodes_that(OpenInode::holds_memory);
             open.sort_by_cached_key(|inode| inode.look(Content::readable));
             let uploads = open.iter().filter(|inode| !inode.look(Content::readable)).count() as u64;
             let finish = uploads * MIN_PART_BYTES + bytes > self.budget.largest();

@@ -326,7 +326,11 @@ impl Volume {
     }
 
     pub(crate) fn open_inodes(&self) -> Vec<Arc<OpenInode>> {
-        self.open.lock().all().cloned().collect()
+        self.open_inodes_that(|_| true)
+    }
+
+    pub(crate) fn open_inodes_that(&self, are_meant: impl Fn(&OpenInode) -> bool) -> Vec<Arc<OpenInode>> {
+        self.open.lock().all().filter(|inode| are_meant(inode)).cloned().collect()
     }
 
     /// Commits what was written to a file so far, if it is open here, once it is not being sealed.

@@ -19,12 +19,17 @@ pub(super) struct Stream {
 }
 
 impl OpenInode {
+    /// Whether written bytes of it are in memory, or on their way to the store.
+    pub(crate) fn holds_memory(&self) -> bool {
+        self.look(|content| content.dirty() > 0 || !content.readable())
+    }
+
     /// Frees the memory that written bytes take: a running upload sends what it holds back, or is completed when
     /// `finish` says so, and inline bytes go to a blob of their own. Returns the bytes that the upload goes on holding
     /// back: too few for a part. Does nothing where somebody has the turn, and so never waits for another writer: that one
     /// brings the bytes to the store itself, or is done soon.
     pub(crate) async fn relieve(&self, finish: bool) -> Result<u64> {
-        if self.look(|content| content.dirty() == 0 && content.readable()) {
+        if !self.holds_memory() {
             return Ok(0);
         }
         let Ok(mut writer) = self.writer.try_lock() else { return Ok(0) };

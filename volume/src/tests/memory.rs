@@ -2,13 +2,14 @@
 
 use std::pin::pin;
 
+use forebay_core::InodeId;
 use forebay_core::units::MIB;
 use forebay_io::mem::{Budget, Class};
 use forebay_io::object::{Bucket, FaultMode, Faults, OperationKind};
 use futures::FutureExt;
 
 use super::support::{Fixture, READ, create, object, open, pattern, run};
-use crate::inode::Position;
+use crate::inode::{OpenInode, Position};
 
 /// Room for 12 MiB that are being written, and files that keep 8 MiB of them in memory.
 fn narrow(faults: &Faults) -> Fixture {
@@ -87,6 +88,32 @@ fn a_beginning_stays_in_memory_while_more_is_on_its_way() {
             assert!(object(&fixture.bucket, name).await == pattern(seed, 0..9 * MIB), "{name}");
         }
         assert_eq!(fixture.bucket.counters().of(OperationKind::CopyPart).requests, 0);
+        volume.close().await.expect("close");
+    });
+}
+
+/// Who waits for memory sorted all open files, again and again, however few of them held any.
+#[test]
+fn a_writer_without_room_looks_at_files_that_hold_something() {
+    run(async {
+        let fixture = narrow(&Faults::new());
+        let volume = fixture.open().await;
+        let mut files = Vec::new();
+        for number in 0..50 {
+            files.push(create(&volume, &format!("f{number}")).await);
+        }
+        let holders =
+            || volume.open_inodes_that(OpenInode::holds_memory).iter().map(|inode| inode.ino()).collect();
+        assert_eq!(holders(), Vec::new());
+        // One in memory, and one that is on its way.
+        files[7].write(0, pattern(7, 0..MIB)).await.expect("write");
+        files[9].write(0, pattern(9, 0..9 * MIB)).await.expect("write");
+        let mut held: Vec<InodeId> = holders();
+        held.sort();
+        assert_eq!(held, [files[7].ino(), files[9].ino()]);
+        for file in files {
+            file.release().await.expect("release");
+        }
         volume.close().await.expect("close");
     });
 }
