@@ -41,7 +41,13 @@ const AHEAD_SCAN: usize = 1024;
 
 /// What everybody waiting for a listing is told.
 type Outcome = Result<(), Arc<Error>>;
-type Flight = SharedFuture<BoxFuture<'static, Outcome>>;
+
+/// A listing under way.
+#[derive(Clone)]
+struct Flight {
+    began: Moment,
+    outcome: SharedFuture<BoxFuture<'static, Outcome>>,
+}
 
 /// Takes listings over into the tree; cheap to clone.
 #[derive(Clone)]
@@ -88,9 +94,26 @@ impl Importer {
         Self(Arc::new(Inner { bucket, committer, shared, tasks, state, ahead }))
     }
 
-    /// Whether the directory can be looked at without waiting.
+    /// Whether what is known of the directory is true.
     pub(crate) fn is_fresh(&self, directory: InodeId) -> bool {
         matches!(self.freshness(directory), Freshness::Fresh)
+    }
+
+    /// Whether the directory can be looked at without waiting: nobody waits any more for a listing that takes so long.
+    pub(crate) fn is_ready(&self, directory: InodeId) -> bool {
+        match self.freshness(directory) {
+            Freshness::Fresh => true,
+            Freshness::Stale => {
+                let under_way = self.0.state.lock().flights.get(&directory).map(|flight| flight.began);
+                under_way.is_some_and(|began| self.gives_up(began) <= self.0.shared.clock.now())
+            }
+            Freshness::Unknown => false,
+        }
+    }
+
+    /// When who comes to a directory that was listed before waits no longer for the listing that began then.
+    fn gives_up(&self, began: Moment) -> Moment {
+        began + Duration::from_millis(self.0.shared.settings.import.relist_wait_ms)
     }
 
     fn freshness(&self, directory: InodeId) -> Freshness {
@@ -108,20 +131,21 @@ impl Importer {
     }
 
     /// Returns when the directory can be looked at: listed, and not too long ago. A directory that was listed before
-    /// is not waited for longer than `relist_wait_ms`, nor refused when the store cannot be reached.
+    /// is not waited for longer than `relist_wait_ms` from when its listing began, however many come meanwhile, nor refused
+    /// when the store cannot be reached.
     pub(crate) async fn ensure(&self, directory: InodeId) -> Result<()> {
         match self.freshness(directory) {
             Freshness::Fresh => Ok(()),
-            Freshness::Unknown => self.flight(directory).await.map_err(|error| error.duplicate()),
+            Freshness::Unknown => self.flight(directory).outcome.await.map_err(|error| error.duplicate()),
             Freshness::Stale => {
-                let most = Duration::from_millis(self.0.shared.settings.import.relist_wait_ms);
-                let flight = self.flight(directory);
+                let Flight { began, outcome } = self.flight(directory);
                 tokio::select! {
-                    outcome = flight => match outcome {
+                    biased;
+                    outcome = outcome => match outcome {
                         Err(error) if error.kind() == ErrorKind::Unavailable => Ok(()),
                         outcome => outcome.map_err(|error| error.duplicate()),
                     },
-                    () = self.0.shared.clock.sleep(most) => Ok(()),
+                    () = self.0.shared.clock.sleep_until(self.gives_up(began)) => Ok(()),
                 }
             }
         }
@@ -171,7 +195,7 @@ impl Importer {
                 let Ok(_permit) = importer.0.ahead.acquire().await else { return };
                 if !importer.is_fresh(directory) {
                     // The reader that comes to it asks again and gets the error.
-                    let _ = importer.flight(directory).await;
+                    let _ = importer.flight(directory).outcome.await;
                 }
             };
             match at_once {
@@ -237,7 +261,9 @@ impl Importer {
             }
             outcome
         });
-        let flight = async move { task.await.and_then(|outcome| outcome).map_err(Arc::new) }.boxed().shared();
+        let outcome =
+            async move { task.await.and_then(|outcome| outcome).map_err(Arc::new) }.boxed().shared();
+        let flight = Flight { began: self.0.shared.clock.now(), outcome };
         state.flights.insert(directory, flight.clone());
         flight
     }
@@ -334,7 +360,7 @@ impl Importer {
         let known = self.0.committer.read(|view| Look { view, keys }.has_entries(child)).await?;
         if known {
             // A directory below, never one above: this ends at the leaves.
-            let outcome = self.flight(child).await;
+            let outcome = self.flight(child).outcome.await;
             if let Err(error) = outcome
                 && error.kind() != ErrorKind::NotFound
             {

@@ -396,8 +396,9 @@ impl LocalTree {
         }
     }
 
-    pub(super) fn is_fresh(&self, directory: InodeId) -> bool {
-        self.importer.as_ref().is_none_or(|importer| importer.is_fresh(directory))
+    /// Whether [`Self::ensure_listed`] would not wait.
+    pub(super) fn is_ready(&self, directory: InodeId) -> bool {
+        self.importer.as_ref().is_none_or(|importer| importer.is_ready(directory))
     }
 
     /// The session that asks for what is being done.

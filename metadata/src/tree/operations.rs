@@ -67,7 +67,7 @@ impl Tree for LocalTree {
         if let Err(error) = check_name(name) {
             return Some(Err(error));
         }
-        if !self.is_fresh(parent) {
+        if !self.is_ready(parent) {
             return None;
         }
         self.look_now(|look| look_up(look, parent, name))

@@ -1,13 +1,18 @@
 //! A bucket that others write to.
 
+use std::pin::pin;
+use std::time::Duration;
+
 use forebay_core::{ErrorKind, FileKind, FileLayout, InodeId};
 use forebay_io::object::{Delay, Faults, OperationKind};
-use futures::FutureExt;
+use futures::{FutureExt, poll};
 
 use super::world::*;
-use crate::tree::{Existing, NewInode, OutsideChange, RenameMode, Tree, resolve};
+use crate::tree::{Existing, Lookup, NewInode, OutsideChange, RenameMode, Tree, resolve};
 
 const ROOT: InodeId = InodeId::ROOT;
+/// A deadline under which no request that is held back is given up.
+const HOUR_MS: u64 = 3_600_000;
 
 #[tokio::test]
 async fn objects_appear_as_files_and_prefixes_as_directories() {
@@ -195,6 +200,42 @@ async fn one_listing_serves_all_who_wait() {
     assert!(tree.lookup_now(ROOT, b"d").is_none(), "stale");
 }
 
+/// Each look at a large directory waited anew for the listing that was on its way: two seconds for each name, as long as it took.
+#[tokio::test]
+async fn a_listing_that_takes_long_is_waited_for_once() {
+    let world = World::memory().await;
+    world.put("a", b"1").await;
+    let faults = Faults::new();
+    let bucket = world.bucket().with_faults(&faults).with_deadline_ms(HOUR_MS);
+    let tree = world.open_over(Some(bucket.clone())).await;
+    assert_eq!(paths(&tree).await, ["a"]);
+    world.put("new", b"2").await;
+    world.pass_ttl();
+    let gate = faults.gate(1);
+    let (mut first, mut second) = (pin!(tree.lookup(ROOT, b"a")), pin!(tree.lookup(ROOT, b"a")));
+    assert!(poll!(&mut first).is_pending());
+    gate.reached().await;
+    let most = Duration::from_millis(world.settings.import.relist_wait_ms);
+    world.clock.advance(most - Duration::from_millis(1));
+    assert!(poll!(&mut first).is_pending() && poll!(&mut second).is_pending());
+    assert!(tree.lookup_now(ROOT, b"a").is_none(), "who comes now waits for the rest of it");
+    world.clock.advance(Duration::from_millis(1));
+    first.await.expect("known");
+    second.await.expect("known");
+    for _ in 0..3 {
+        let looked = tree.lookup(ROOT, b"a").now_or_never().expect("nothing is waited for").expect("known");
+        assert!(matches!(looked, Lookup::Found(_)));
+        let looked = tree.lookup_now(ROOT, b"new").expect("nothing is waited for").expect("known");
+        assert_eq!(looked, Lookup::Miss, "what is known is of the listing before");
+    }
+    assert_eq!(bucket.counters().of(OperationKind::List).requests, 2, "one is under way");
+    gate.open();
+    while tree.lookup(ROOT, b"new").await.expect("known") == Lookup::Miss {
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(bucket.counters().of(OperationKind::List).requests, 2);
+}
+
 /// A walk over a thousand directories waited for the store at each.
 #[tokio::test]
 async fn directories_are_listed_ahead_of_who_walks_and_once() {
@@ -219,7 +260,7 @@ async fn directories_are_listed_ahead_of_who_walks_and_once() {
             let page = tree.read_directory(*directory, None, 100).await.expect("a listing");
             assert_eq!(page.entries.len(), 1);
             if at == 0 && most > 0 {
-                while !directories[..9].iter().all(|directory| tree.is_fresh(*directory)) {
+                while !directories[..9].iter().all(|directory| tree.is_ready(*directory)) {
                     tokio::task::yield_now().await;
                 }
                 assert_eq!(listings() - before, 11, "the root, `d`, and nine below");
