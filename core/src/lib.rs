@@ -11,7 +11,7 @@ pub mod attr;
 pub mod layout;
 pub mod block;
 
-pub use attr::{Attributes, FileKind, Timestamp};
+pub use attr::{Appearance, Attributes, FileKind, Timestamp, UNSET_ID, UNSET_MODE};
 pub use block::{BLOCK_SIZE, BlockKey, VolumeBlob};
 pub use checksum::crc32c;
 pub use error::{Error, ErrorKind, Result};

@@ -7,9 +7,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_core::{Error, ErrorKind, Result};
+use forebay_core::{Appearance, Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use forebay_io::task::TaskGroup;
+use forebay_metadata::tree::ImportSettings;
 use forebay_volume::Volume;
 use fuser::{Config, MountOption, SessionACL};
 use tokio::runtime::Handle as Runtime;
@@ -59,6 +60,8 @@ pub struct MountOptions {
     pub executables: bool,
     /// Files remember when they were read, see [`Policy::relatime`].
     pub relatime: bool,
+    /// Owner, group and mode of what nobody gave any.
+    pub appearance: Appearance,
 }
 
 impl Default for MountOptions {
@@ -75,6 +78,7 @@ impl Default for MountOptions {
             set_id: false,
             executables: true,
             relatime: false,
+            appearance: ImportSettings::default().appearance(),
         }
     }
 }
@@ -83,7 +87,8 @@ impl MountOptions {
     fn policy(&self) -> Policy {
         let ttl = if self.dataset { Policy::DATASET_TTL } else { Policy::LIVE_TTL };
         let relatime = self.relatime && !self.read_only && !self.dataset;
-        Policy { dataset: self.dataset, ttl: self.ttl.unwrap_or(ttl), relatime }
+        let (ttl, appearance) = (self.ttl.unwrap_or(ttl), self.appearance);
+        Policy { dataset: self.dataset, ttl, relatime, appearance }
     }
 
     fn threads(&self) -> usize {

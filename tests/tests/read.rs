@@ -52,6 +52,42 @@ fn a_read_only_mount_leaves_the_bucket_alone() {
     assert_eq!(before, listing());
 }
 
+/// What was told to the mount that came upon a file first counted for good, and without that all was root's.
+#[test]
+fn owners_and_modes_of_found_files_are_each_mounts_own() {
+    if !require_fuse("owners_and_modes_of_found_files_are_each_mounts_own") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (bucket, home) = (scratch.folder("bucket"), scratch.join("home"));
+    shell(&bucket, "mkdir d && echo a > a && echo b > d/b && echo c > c").succeeded();
+    let url = format!("file://{}", bucket.display());
+    let mount = |options: &[&str]| Mount::new(&home, &url, &scratch.join("mnt"), options, &[]);
+    let shown = |mount: &Mount| shell(mount.path(), "stat -c '%u %g %a %n' . a c d d/b").succeeded();
+    let own = |flag: &str| shell(&bucket, &format!("id -{flag}")).succeeded().trim().to_owned();
+    let (user, group) = (own("u"), own("g"));
+    for (options, uid, gid, file, directory) in [
+        (&["--uid", "1000", "--gid", "100"][..], "1000", "100", "644", "755"),
+        (&["--uid", "9", "--file-mode", "0600", "--dir-mode", "0700"], "9", &group, "600", "700"),
+        (&["--read-only", "-o", "gid=7"], &user, "7", "644", "755"),
+        (&[], &user, &group, "644", "755"),
+    ] {
+        let mut mount = mount(options);
+        let names = [(".", directory), ("a", file), ("c", file), ("d", directory), ("d/b", file)];
+        let expected: String = names.map(|(name, mode)| format!("{uid} {gid} {mode} {name}\n")).concat();
+        assert_eq!(shown(&mount), expected, "{options:?}");
+        mount.unmount();
+    }
+    let mut first = mount(&["--uid", "1000", "--gid", "100"]);
+    shell(first.path(), "chown 5 a && chmod 640 c && chgrp 6 d && echo new > d/new").succeeded();
+    first.unmount();
+    let mut second = mount(&["--uid", "9", "--gid", "9", "--file-mode", "0444"]);
+    assert_eq!(shown(&second), "9 9 755 .\n5 9 444 a\n9 9 640 c\n9 6 755 d\n9 9 444 d/b\n");
+    let made = shell(second.path(), "stat -c '%u %g' d/new").succeeded();
+    assert_eq!(made.trim(), format!("{user} {group}"), "who made it has it");
+    second.unmount();
+}
+
 /// Promise S1: Every object of a bucket that nobody prepared is a file
 /// Promise S2: A read-only mount writes nothing to the bucket.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -106,16 +106,16 @@ pub(crate) struct MountArguments {
     /// Take the bucket over from a mount that holds it; that one can write nothing any more.
     #[arg(long)]
     pub(crate) take_over: bool,
-    /// Owner of files found in the bucket.
+    /// Owner of files found in the bucket, until somebody changes it; else who mounts.
     #[arg(long, value_name = "UID")]
     pub(crate) uid: Option<String>,
-    /// Group of files found in the bucket.
+    /// Group of files found in the bucket, until somebody changes it; else that of who mounts.
     #[arg(long, value_name = "GID")]
     pub(crate) gid: Option<String>,
-    /// Permissions of files found in the bucket, octal.
+    /// Permissions of files found in the bucket, until somebody changes them; octal.
     #[arg(long, value_name = "MODE")]
     pub(crate) file_mode: Option<String>,
-    /// Permissions of directories found in the bucket, octal.
+    /// Permissions of directories found in the bucket, until somebody changes them; octal.
     #[arg(long, value_name = "MODE")]
     pub(crate) dir_mode: Option<String>,
     /// How long the kernel may use names and attributes, in seconds.

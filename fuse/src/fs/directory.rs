@@ -124,7 +124,7 @@ impl FileSystem {
     where
         F: FnMut(u64, &Listed) -> bool,
     {
-        let taken = take(number, &Listed::Name(entry.name.clone(), entry.attributes.clone()));
+        let taken = take(number, &Listed::Name(entry.name.clone(), self.shown(entry.attributes.clone())));
         if taken && references {
             self.inodes.looked_up(entry.attributes.ino, entry.attributes.size);
         }

@@ -78,7 +78,7 @@ impl FileSystem {
     pub async fn attributes(&self, ino: InodeId) -> FsResult<Attributes> {
         match self.attributes_inside(ino).await {
             Ok(attributes) => Ok(self.show(attributes)),
-            Err(errno) => Ok(self.left(ino, errno).await?.attributes),
+            Err(errno) => Ok(self.shown(self.left(ino, errno).await?.attributes)),
         }
     }
 
@@ -88,15 +88,16 @@ impl FileSystem {
         if attributes.nlink == 0 {
             self.inodes.changed(&attributes);
         }
-        attributes
+        self.shown(attributes)
     }
 
     /// The same for a look that the kernel learns nothing of.
     pub(super) async fn attributes_inside(&self, ino: InodeId) -> FsResult<Attributes> {
-        match self.volume.attributes_now(ino) {
-            Some(attributes) => Ok(attributes?),
-            None => Ok(self.volume.attributes(ino).await?),
-        }
+        let attributes = match self.volume.attributes_now(ino) {
+            Some(attributes) => attributes?,
+            None => self.volume.attributes(ino).await?,
+        };
+        Ok(self.shown(attributes))
     }
 
     /// Changes attributes. `privileged` tells whether the caller keeps set-id bits when it changes the size.

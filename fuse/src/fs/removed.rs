@@ -88,7 +88,7 @@ impl FileSystem {
         left.mtime = mtime.map_or(left.mtime, |time| self.resolve(time));
         left.ctime = self.clock.wall();
         self.inodes.changed(&left);
-        Ok(left)
+        Ok(self.shown(left))
     }
 }
 

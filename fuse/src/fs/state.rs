@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_core::{Attributes, InodeId};
+use forebay_core::{Appearance, Attributes, InodeId};
 use forebay_io::clock::Clock;
 use forebay_metadata::tree::OutsideListener;
 use forebay_volume::{File, Volume};
@@ -34,6 +34,8 @@ pub struct Policy {
     pub ttl: Duration,
     /// Note when files are read, as relatime says.
     pub relatime: bool,
+    /// Owner, group and mode of what nobody gave any.
+    pub appearance: Appearance,
 }
 
 impl Policy {
@@ -131,10 +133,15 @@ impl FileSystem {
         }
     }
 
+    /// Attributes as this mount shows them.
+    pub(super) fn shown(&self, attributes: Attributes) -> Attributes {
+        attributes.shown_as(&self.policy.appearance)
+    }
+
     /// Hands `attributes` to the kernel under a name: one more reference.
     pub(super) fn enter(&self, attributes: Attributes) -> Attributes {
         self.inodes.looked_up(attributes.ino, attributes.size);
-        attributes
+        self.shown(attributes)
     }
 
     /// The open file that a request means: by handle, or by inode where there are no handles.

@@ -405,9 +405,7 @@ impl Window<'_, '_, '_> {
     }
 
     fn make_file(&mut self, name: &Bytes, info: &ObjectInfo) -> Result<()> {
-        let settings = &self.change.shared.settings.import;
-        let owner = (settings.uid, settings.gid);
-        let mut inode = Inode::new(FileKind::File, settings.file_mode, owner, info.modified);
+        let mut inode = Inode::unset(FileKind::File, info.modified);
         inode.size = info.size;
         inode.extents = FileLayout::of_blob(info.blob()).extents().to_vec();
         inode.home = Some(info.blob());
@@ -421,9 +419,7 @@ impl Window<'_, '_, '_> {
     }
 
     fn make_directory(&mut self, name: &Bytes, prefix: String) -> Result<()> {
-        let settings = &self.change.shared.settings.import;
-        let owner = (settings.uid, settings.gid);
-        let inode = Inode::new(FileKind::Directory, settings.dir_mode, owner, self.change.now);
+        let inode = Inode::unset(FileKind::Directory, self.change.now);
         let ino = self.make(name, inode)?;
         self.directory.nlink += 1;
         self.change.put_import_state(ino, &ImportState { prefix: Some(prefix), listed: None })

@@ -1,5 +1,6 @@
 //! What a tree is told at its start.
 
+use forebay_core::Appearance;
 use serde::{Deserialize, Serialize};
 
 /// How a tree behaves.
@@ -78,13 +79,15 @@ impl Default for TreeSettings {
     }
 }
 
-/// How imported objects appear, since a bucket has neither owners nor modes.
+/// How imported objects appear, since a bucket has neither owners nor modes. Owners and modes are shown of what nobody gave others
+/// through a mount, by each mount as it was told.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ImportSettings {
-    /// Owner of imported files and directories. Default 0.
+    /// Owner of imported files and directories, and of the root. Default: the user of this process, as nobody else may look into
+    /// a mount without `allow_other`.
     pub uid: u32,
-    /// Their group. Default 0.
+    /// Their group. Default: that of this process.
     pub gid: u32,
     /// Permission bits of imported files. Default 0o644.
     #[serde(deserialize_with = "mode")]
@@ -105,6 +108,13 @@ pub struct ImportSettings {
     pub max_ahead: usize,
 }
 
+impl ImportSettings {
+    /// What is shown of inodes that nobody gave an owner or a mode.
+    pub fn appearance(&self) -> Appearance {
+        Appearance { uid: self.uid, gid: self.gid, file_mode: self.file_mode, directory_mode: self.dir_mode }
+    }
+}
+
 /// Permission bits. What is written as a decimal number, as 644 is, would be others than those that are meant.
 fn mode<'de, D: serde::Deserializer<'de>>(from: D) -> Result<u16, D::Error> {
     let mode = u16::deserialize(from)?;
@@ -117,8 +127,8 @@ fn mode<'de, D: serde::Deserializer<'de>>(from: D) -> Result<u16, D::Error> {
 impl Default for ImportSettings {
     fn default() -> Self {
         Self {
-            uid: 0,
-            gid: 0,
+            uid: rustix::process::geteuid().as_raw(),
+            gid: rustix::process::getegid().as_raw(),
             file_mode: 0o644,
             dir_mode: 0o755,
             ttl_ms: 60_000,

@@ -1,7 +1,9 @@
 //! `I` and `E`: an inode with the head of its layout, and the rest of long layouts.
 
 use bytes::Bytes;
-use forebay_core::{Attributes, Blob, Extent, FileKind, InodeId, Result, Source, Timestamp};
+use forebay_core::{
+    Attributes, Blob, Extent, FileKind, InodeId, Result, Source, Timestamp, UNSET_ID, UNSET_MODE,
+};
 use serde::{Deserialize, Serialize};
 
 use super::codec::{Decoder, Encoder, kind_byte};
@@ -30,11 +32,11 @@ pub const OWN_NUMBERS: u64 = 1 << 62;
 pub struct Inode {
     /// Its type.
     pub kind: FileKind,
-    /// Permission, set-id and sticky bits.
+    /// Permission, set-id and sticky bits, or [`UNSET_MODE`].
     pub mode: u16,
-    /// Owner.
+    /// Owner, or [`UNSET_ID`].
     pub uid: u32,
-    /// Group.
+    /// Group, or [`UNSET_ID`].
     pub gid: u32,
     /// Names; for directories 2 plus subdirectories.
     pub nlink: u32,
@@ -113,6 +115,11 @@ impl Inode {
         }
     }
 
+    /// One that nobody gave an owner or a mode: each mount shows its own.
+    pub fn unset(kind: FileKind, now: Timestamp) -> Self {
+        Self::new(kind, UNSET_MODE, (UNSET_ID, UNSET_ID), now)
+    }
+
     /// Takes the bits away that lend a program its owner's rights, as a new owner does, and new content. Of a directory they
     /// mean something else.
     pub fn drop_set_id(&mut self) {
@@ -126,7 +133,7 @@ impl Inode {
         }
     }
 
-    /// What stat shows.
+    /// What stat shows, but for what nobody has set.
     pub fn attributes(&self, ino: InodeId) -> Attributes {
         Attributes {
             ino,

@@ -127,7 +127,7 @@ pub(super) fn set(change: &mut Change<'_, '_>, ino: InodeId, name: &[u8], value:
         return Err(Error::new(ErrorKind::Denied, "only a directory has a default access control list"));
     }
     if name == ACCESS {
-        inode.mode = inode.mode & !0o777 | list.mode();
+        inode.mode = inode.mode & 0o7000 | list.mode();
     }
     inode.ctime = change.now;
     inode.kept |= inode.kind == FileKind::Directory;

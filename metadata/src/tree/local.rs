@@ -184,9 +184,7 @@ impl LocalTree {
             if change.find(InodeId::ROOT)?.is_some() {
                 return Ok(());
             }
-            let settings = &change.shared.settings.import;
-            let owner = (settings.uid, settings.gid);
-            let mut root = Inode::new(FileKind::Directory, settings.dir_mode, owner, change.now);
+            let mut root = Inode::unset(FileKind::Directory, change.now);
             root.kept = true;
             change.put_inode(InodeId::ROOT, &root)?;
             let prefix = (change.shared.spelling != Spelling::Nothing).then(String::new);

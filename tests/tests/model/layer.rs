@@ -93,8 +93,9 @@ async fn assemble(source: &str, home: &Path, early: bool) -> (Arc<FileSystem>, A
     if early {
         settings.write.buffer_bytes = 64 << 10;
     }
+    let appearance = settings.import.appearance();
     let volume = connect(source, settings).await.expect("a volume");
-    let policy = Policy { dataset: false, ttl: Policy::LIVE_TTL, relatime: false };
+    let policy = Policy { dataset: false, ttl: Policy::LIVE_TTL, relatime: false, appearance };
     (Arc::new(FileSystem::new(volume.clone(), policy, Clock::system())), volume)
 }
 

@@ -125,6 +125,7 @@ impl Plan {
         }
         plan.mount.read_only = plan.volume.read_only;
         plan.mount.dataset = plan.volume.dataset;
+        plan.mount.appearance = plan.volume.import.appearance();
         let is_given = |name: &str| given.iter().any(|(given, _)| *given == name);
         plan.check_together(is_given, arguments.read_only)?;
         places::keep_out_of_bucket(&plan.volume, &bucket)?;
@@ -297,7 +298,7 @@ fn number<T: FromStr>(name: &str, value: &str) -> Result<T> {
 }
 
 fn mode(name: &str, value: &str) -> Result<u16> {
-    u16::from_str_radix(value, 8).ok().filter(|mode| *mode <= 0o7777).ok_or_else(|| {
+    u16::from_str_radix(value, 8).ok().filter(|mode| *mode <= 0o777).ok_or_else(|| {
         Error::invalid(format!("mount option `{name}`: `{value}` is no octal mode"))
             .with_hint(format!("write for example {name}=0644"))
     })

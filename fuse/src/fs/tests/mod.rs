@@ -22,7 +22,7 @@ use forebay_io::rng::Rng;
 use forebay_io::task::TaskGroup;
 use forebay_metadata::commit::{Committer, CommitterSettings};
 use forebay_metadata::kv::{Engine, MemEngine};
-use forebay_metadata::tree::{LocalTree, TreeParts, TreeSettings};
+use forebay_metadata::tree::{ImportSettings, LocalTree, TreeParts, TreeSettings};
 use forebay_volume::prefetch::PrefetchSettings;
 use forebay_volume::settings::WriteSettings;
 use forebay_volume::{Parts, Volume};
@@ -80,7 +80,8 @@ async fn over(
 }
 
 fn policy(dataset: bool) -> Policy {
-    Policy { dataset, ttl: Duration::from_secs(1), relatime: false }
+    let appearance = ImportSettings::default().appearance();
+    Policy { dataset, ttl: Duration::from_secs(1), relatime: false, appearance }
 }
 
 /// A read-write file system over an empty bucket.

@@ -1,7 +1,8 @@
 //! mkdir, mknod, symlink, link, unlink, rmdir, rename, lookup counts and attributes.
 
 use bytes::Bytes;
-use forebay_core::{FileKind, Timestamp};
+use forebay_core::{Appearance, FileKind, Timestamp};
+use futures::FutureExt;
 
 use super::*;
 use crate::fs::{Change, TimeChange, Write, XattrReply};
@@ -120,6 +121,68 @@ async fn attributes_change_as_asked_and_only_that() {
     }
     assert_eq!(content(&fs, ino).await, "0123\0\0\0\0\0\0\0\0");
     assert_eq!(fs.set_attributes(ino, Change::default(), true).await, fs.attributes(ino).await);
+}
+
+/// Whoever mounts has the files of a bucket by default: those of root could not be written to, and a later `--uid` changed nothing.
+#[tokio::test]
+async fn what_nobody_gave_an_owner_is_shown_as_each_mount_says() {
+    let bucket = Bucket::in_memory();
+    for path in ["a", "d/b"] {
+        let path = forebay_core::ObjectKey::new(path);
+        bucket.put(&path, "x".into(), forebay_io::object::Condition::Always).await.expect("put");
+    }
+    let volume = volume(&bucket, false).await;
+    let mount = |uid, gid, file_mode, directory_mode| {
+        let appearance = Appearance { uid, gid, file_mode, directory_mode };
+        FileSystem::new(volume.clone(), Policy { appearance, ..policy(false) }, Clock::system())
+    };
+    let shown = async |fs: &FileSystem, name: &str| {
+        let found = find(fs, ROOT, name).await;
+        let mut listed = None;
+        let handle = fs.open_directory().expect("opendir");
+        let take = |_, entry: &crate::fs::Listed| {
+            if let crate::fs::Listed::Name(known, attributes) = entry
+                && known == name
+            {
+                listed = Some(attributes.clone());
+            }
+            true
+        };
+        fs.read_directory(ROOT, handle, 0, true, take).await.expect("readdirplus");
+        fs.release_directory(handle).expect("released");
+        assert_eq!(listed.as_ref(), Some(&found), "each way to ask tells the same");
+        assert_eq!(fs.attributes(found.ino).await.as_ref(), Ok(&found));
+        (found.uid, found.gid, found.mode)
+    };
+    let root = |fs: &FileSystem| fs.attributes(ROOT).now_or_never().expect("at once").expect("stat");
+    let (first, second) = (mount(1000, 100, 0o644, 0o755), mount(7, 8, 0o600, 0o700));
+    assert_eq!(
+        (shown(&first, "a").await, shown(&first, "d").await),
+        ((1000, 100, 0o644), (1000, 100, 0o755))
+    );
+    assert_eq!((shown(&second, "a").await, shown(&second, "d").await), ((7, 8, 0o600), (7, 8, 0o700)));
+    assert_eq!((root(&first).uid, root(&second).uid, root(&second).mode), (1000, 7, 0o700));
+    let ino = find(&first, ROOT, "a").await.ino;
+    let group = Change { gid: Some(0), ..Change::default() };
+    let changed = first.set_attributes(ino, group, true).await.expect("chgrp");
+    assert_eq!((changed.uid, changed.gid, changed.mode), (1000, 0, 0o644));
+    assert_eq!(shown(&second, "a").await, (7, 0, 0o600), "the rest is nobody's still");
+    let mode = Change { mode: Some(0o2775), ..Change::default() };
+    let directory = find(&first, ROOT, "d").await.ino;
+    first.set_attributes(directory, mode, true).await.expect("chmod");
+    assert_eq!(shown(&second, "d").await, (7, 8, 0o2775));
+    let made = first.make_node(CALLER, directory, b"new", FileKind::File, 0o640, 0).await.expect("mknod");
+    assert_eq!(
+        (made.uid, made.gid, made.mode),
+        (CALLER.uid, 100, 0o640),
+        "it takes the group from the directory"
+    );
+    let list = Bytes::from_static(&[
+        2, 0, 0, 0, 1, 0, 6, 0, 255, 255, 255, 255, 4, 0, 4, 0, 255, 255, 255, 255, 32, 0, 0, 0, 255, 255,
+        255, 255,
+    ]);
+    first.set_xattr(ino, b"system.posix_acl_access", list, 0, None).await.expect("setfacl");
+    assert_eq!((shown(&first, "a").await.2, shown(&second, "a").await.2), (0o640, 0o640));
 }
 
 #[tokio::test]

@@ -3,12 +3,12 @@
 use std::pin::pin;
 use std::time::Duration;
 
-use forebay_core::{ErrorKind, FileKind, FileLayout, InodeId};
+use forebay_core::{ErrorKind, FileKind, FileLayout, InodeId, UNSET_ID, UNSET_MODE};
 use forebay_io::object::{Delay, Faults, OperationKind};
 use futures::{FutureExt, poll};
 
 use super::world::*;
-use crate::tree::{Existing, Lookup, NewInode, OutsideChange, RenameMode, Tree, resolve};
+use crate::tree::{Existing, Lookup, NewInode, OutsideChange, RenameMode, SetAttributes, Tree, resolve};
 
 const ROOT: InodeId = InodeId::ROOT;
 /// A deadline under which no request that is held back is given up.
@@ -26,7 +26,7 @@ async fn objects_appear_as_files_and_prefixes_as_directories() {
         assert_eq!(paths(&tree).await, expected);
         assert_eq!(world.read_path(&tree, "d/e/c").await.expect("bytes"), "d/e/c");
         let file = resolve(&tree, "d/b").await.expect("found");
-        assert_eq!((file.size, file.mode, file.nlink, file.kind), (3, 0o644, 1, FileKind::File));
+        assert_eq!((file.size, file.nlink, file.kind), (3, 1, FileKind::File));
         assert!(file.mtime.seconds > 1_700_000_000, "the object's own time");
         assert_eq!(resolve(&tree, "d").await.expect("found").nlink, 3);
         assert_eq!(tree.statistics().await.expect("statistics").inodes, 9);
@@ -93,7 +93,7 @@ async fn an_outsiders_object_is_the_first_content_of_a_file_that_never_had_any()
     assert_eq!(world.read(&tree, new).await.expect("bytes"), b"outsider");
     for (path, other) in [("emptied", emptied), ("second", first)] {
         let file = resolve(&tree, path).await.expect("found");
-        assert!(file.ino != other && file.mode == 0o644, "{path} is another file: {file:?}");
+        assert!(file.ino != other && file.mode == UNSET_MODE, "{path} is another file: {file:?}");
     }
     assert_eq!(resolve(&tree, "open").await.expect("found").size, 0, "its writer will learn of it");
     assert_eq!(resolve(&tree, "first").await.expect("found").size, 0);
@@ -234,6 +234,41 @@ async fn a_listing_that_takes_long_is_waited_for_once() {
         tokio::task::yield_now().await;
     }
     assert_eq!(bucket.counters().of(OperationKind::List).requests, 2);
+}
+
+/// Owner and mode were those of the mount that listed the directory first, for good.
+#[tokio::test]
+async fn what_is_imported_has_no_owner_until_somebody_gives_it_one() {
+    for kind in [Kind::Memory, Kind::Lmdb] {
+        let world = World::new(kind).await;
+        world.put("d/a", b"1").await;
+        let tree = world.open().await;
+        let all = async |tree: &dyn Tree, path: &str| {
+            let found = resolve(tree, path).await.expect("found");
+            (found.uid, found.gid, found.mode)
+        };
+        for path in ["", "d", "d/a"] {
+            assert_eq!(all(&tree, path).await, (UNSET_ID, UNSET_ID, UNSET_MODE), "`{path}`");
+        }
+        let set = async |path: &str, changes: SetAttributes| {
+            let ino = resolve(&tree, path).await.expect("found").ino;
+            tree.set_attributes(ino, changes).await.expect("set");
+        };
+        set("", SetAttributes { gid: Some(7), ..SetAttributes::default() }).await;
+        set("d", SetAttributes { uid: Some(0), ..SetAttributes::default() }).await;
+        set("d/a", SetAttributes { mode: Some(0o4600), ..SetAttributes::default() }).await;
+        let check = async |tree: &dyn Tree| {
+            assert_eq!(all(tree, "").await, (UNSET_ID, 7, UNSET_MODE));
+            assert_eq!(all(tree, "d").await, (0, UNSET_ID, UNSET_MODE));
+            assert_eq!(all(tree, "d/a").await, (UNSET_ID, UNSET_ID, 0o4600));
+        };
+        check(&tree).await;
+        tree.close().await.expect("closed");
+        let tree = world.open().await;
+        check(&tree).await;
+        assert!(tree.fsck(false).await.expect("checked").is_clean());
+        tree.close().await.expect("closed");
+    }
 }
 
 /// A walk over a thousand directories waited for the store at each.
