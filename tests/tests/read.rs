@@ -14,8 +14,8 @@ use forebay_tests::{
 };
 use futures::StreamExt;
 
-/// Promise S1: Every object of a bucket that nobody prepared is a file at the path its key spells, with the
-/// object's bytes.
+/// Promise S1: Every object of a bucket that nobody prepared is a file at the path its key spells, if it spells one, with the object's
+/// bytes.
 #[test]
 fn cp_and_ls_out_of_an_unprepared_folder() {
     if !require_fuse("cp_and_ls_out_of_an_unprepared_folder") {
@@ -86,6 +86,39 @@ fn owners_and_modes_of_found_files_are_each_mounts_own() {
     let made = shell(second.path(), "stat -c '%u %g' d/new").succeeded();
     assert_eq!(made.trim(), format!("{user} {group}"), "who made it has it");
     second.unmount();
+}
+
+/// Such objects were left out without a word of which they were, and `rm -r` of their directory succeeded until the next listing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_no_path_spells_is_named_and_keeps_its_directory() {
+    if !require_fuse("what_no_path_spells_is_named_and_keeps_its_directory") {
+        return;
+    }
+    let (scratch, server) = (Scratch::new(), Server::start());
+    let bucket = server.bucket("data").await;
+    let (name, url) = (bucket.url().bucket.clone(), bucket.url().to_string());
+    for key in ["d%2Fa", "d%2F%2Fb", "d%2F%2Fc"] {
+        server.put_raw(&format!("{name}/data%2F{key}"));
+    }
+    let settings = scratch.join("settings.toml");
+    std::fs::write(&settings, "[volume.import]\nttl_ms = 1\n").expect("written");
+    let settings = settings.display().to_string();
+    let mut mount = Mount::new(
+        &scratch.join("home"),
+        &url,
+        &scratch.join("mnt"),
+        &["--config", &settings],
+        &server.envs(),
+    );
+    for _ in 0..3 {
+        assert_eq!(shell(mount.path(), "ls d").succeeded().trim(), "a");
+    }
+    let refused = shell(mount.path(), "rm -r d");
+    assert!(refused.stderr.contains("Directory not empty"), "{refused}");
+    let log = mount.log();
+    let told: Vec<&str> = log.lines().filter(|line| line.contains("objects are not shown")).collect();
+    assert!(told.len() == 1 && told[0].contains("d//"), "told once, with the first key: {log}");
+    mount.unmount();
 }
 
 /// Promise S1: Every object of a bucket that nobody prepared is a file

@@ -17,7 +17,7 @@ use super::error::convert;
 use super::front::{Front, pages};
 use super::key::{address, directory_prefix};
 use super::layer::{Delay, Faults, Guard, Prefix, Rate, TOKEN_ATTRIBUTE};
-use super::request::{DELETE_LIMIT, ListRequest, Reply, Request, Shared, UploadId};
+use super::request::{DELETE_LIMIT, ListRequest, Page, Reply, Request, Shared, UploadId};
 use super::stack::Stack;
 use super::types::{Leftover, Unfinished, put_mode};
 use super::unanswered::Unanswered;
@@ -328,9 +328,7 @@ impl Bucket {
     /// What lies directly below the directory `prefix` (`""` is the root), all in memory.
     pub async fn list_directory(&self, prefix: &str) -> Result<Listing> {
         let whole = |mut whole: Listing, page: Listing| async move {
-            whole.objects.extend(page.objects);
-            whole.directories.extend(page.directories);
-            whole.marker = whole.marker.or(page.marker);
+            whole.add(page);
             Ok(whole)
         };
         self.list_directory_pages(prefix).try_fold(Listing::default(), whole).await
@@ -352,7 +350,8 @@ impl Bucket {
             .map(move |page| {
                 let page = page.map_err(|error| bucket.error(error))?;
                 let objects = page.objects.into_iter().map(info).collect();
-                Ok(Listing { objects, directories: page.directories, marker: page.marker })
+                let Page { directories, marker, skipped, .. } = page;
+                Ok(Listing { objects, directories, marker, skipped })
             })
             .boxed()
     }

@@ -18,7 +18,7 @@ use object_store::{
 };
 
 use super::OperationKind;
-use super::types::Condition;
+use super::types::{Condition, Skipped};
 
 /// Answers requests: a backend, or a decorator around another service.
 #[async_trait]
@@ -108,7 +108,7 @@ pub(super) struct Page {
     /// What is known of the marker of the prefix itself, where it can be deleted.
     pub(super) marker: Option<Version>,
     /// Keys left out because they have no address here.
-    pub(super) skipped: u64,
+    pub(super) skipped: Skipped,
 }
 
 /// One page of unfinished uploads.

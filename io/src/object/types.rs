@@ -74,6 +74,29 @@ pub struct Leftover {
     pub bytes: u64,
 }
 
+/// Keys that a listing met and left out, because nothing can be addressed or shown by them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Skipped {
+    /// How many; of one level, each prefix of such keys counts as one.
+    pub keys: u64,
+    /// The first of them.
+    pub first: Option<String>,
+}
+
+impl Skipped {
+    /// Notes one more; a key that is no UTF-8 has no name here.
+    pub fn note(&mut self, key: Option<String>) {
+        self.keys += 1;
+        self.first.get_or_insert_with(|| key.unwrap_or_else(|| "(not UTF-8)".into()));
+    }
+
+    /// Adds those of what was listed after it.
+    pub fn add(&mut self, later: Self) {
+        self.keys += later.keys;
+        self.first = self.first.take().or(later.first);
+    }
+}
+
 /// One level of the key space: what lies directly below a prefix.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Listing {
@@ -83,6 +106,18 @@ pub struct Listing {
     pub directories: Vec<String>,
     /// What tells the marker for the prefix itself from a later one, for [`super::Bucket::delete_marker`], if there is one.
     pub marker: Option<Version>,
+    /// What else lies there, by keys that have no address.
+    pub skipped: Skipped,
+}
+
+impl Listing {
+    /// Adds the next page.
+    pub fn add(&mut self, page: Self) {
+        self.objects.extend(page.objects);
+        self.directories.extend(page.directories);
+        self.marker = self.marker.take().or(page.marker);
+        self.skipped.add(page.skipped);
+    }
 }
 
 /// What must hold for a write to be accepted; otherwise it fails with `Conflict`.

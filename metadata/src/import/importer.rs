@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, FileKind, InodeId, Result};
 use forebay_io::clock::Moment;
-use forebay_io::object::Bucket;
+use forebay_io::object::{Bucket, Skipped};
 use forebay_io::task::TaskGroup;
 use futures::future::{BoxFuture, FutureExt, Shared as SharedFuture};
 use futures::stream::{self, StreamExt};
@@ -305,13 +305,14 @@ impl Importer {
         Phantoms { bucket, committer, keys }.drop(directory, &prefix, &mut listing).await?;
         self.0.shared.markers.note(&prefix_with_slash(&prefix), listing.marker.take());
         let items = Items::of(directory, &prefix, listing);
-        debug!(%directory, prefix, names = items.items.len(), skipped = items.skipped, "listed");
+        debug!(%directory, prefix, names = items.items.len(), skipped = items.skipped.keys, "listed");
         {
             let mut state = self.0.state.lock();
             state.names = items.items.len().max(state.names - state.names / 8);
         }
-        if items.skipped > 0 {
-            warn!(prefix, skipped = items.skipped, "some objects have names that no file can have");
+        if self.0.shared.unshown.note(directory, items.skipped.clone()) {
+            let Skipped { keys, first } = &items.skipped;
+            warn!(prefix, keys, first = ?first, "objects are not shown: no path spells their keys, or it is another's");
         }
         let work = Arc::new(Work { directory, prefix, items });
         let (mut cursor, mut changes) = (Cursor::default(), Vec::new());

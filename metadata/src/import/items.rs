@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use forebay_core::InodeId;
-use forebay_io::object::{Listing, ObjectInfo};
+use forebay_io::object::{Listing, ObjectInfo, Skipped};
 
 use crate::records::{check_name, is_reserved, prefix_with_slash};
 
@@ -21,7 +21,7 @@ pub(super) struct Items {
     /// In name order, each name once.
     pub(super) items: Vec<(Bytes, Item)>,
     /// Objects and prefixes that cannot be shown.
-    pub(super) skipped: usize,
+    pub(super) skipped: Skipped,
 }
 
 /// What follows the name of an object that lies beside keys below it: the directory has the name itself.
@@ -31,8 +31,9 @@ impl Items {
     /// Names what was listed for `directory` from `prefix`.
     pub(super) fn of(directory: InodeId, prefix: &str, listing: Listing) -> Self {
         let prefix = prefix_with_slash(prefix);
-        let count = listing.objects.len() + listing.directories.len();
-        let mut items: Vec<(Bytes, Item)> = Vec::with_capacity(count);
+        let mut skipped = listing.skipped;
+        let mut items: Vec<(Bytes, Item)> =
+            Vec::with_capacity(listing.objects.len() + listing.directories.len());
         items.extend(listing.directories.into_iter().map(|name| (name.into(), Item::Directory)));
         items.sort_unstable_by(|a, b| a.0.cmp(&b.0));
         let directories = items.len();
@@ -45,13 +46,17 @@ impl Items {
             }
             items.push((name, Item::File(info)));
         }
-        let listed = items.len();
+        let mut skip = |(name, item): &(Bytes, Item)| {
+            skipped.note(Some(match item {
+                Item::File(info) => info.key.as_str().to_owned(),
+                Item::Directory => format!("{prefix}{}/", String::from_utf8_lossy(name)),
+            }));
+            false
+        };
         items.retain(|(name, _)| !is_reserved(directory, name));
-        let hidden = listed - items.len();
-        items.retain(|(name, _)| check_name(name).is_ok());
+        items.retain(|item| check_name(&item.0).is_ok() || skip(item));
         items.sort_unstable_by(|a, b| a.0.cmp(&b.0).then(rank(a).cmp(&rank(b))));
-        items.dedup_by(|later, first| later.0 == first.0);
-        let skipped = count - hidden - items.len();
+        items.dedup_by(|later, first| later.0 == first.0 && !skip(later));
         Self { items, skipped }
     }
 
@@ -102,11 +107,12 @@ mod tests {
         objects: &[&str],
         directories: &[&str],
         expected: &[&str],
-        skipped: usize,
+        skipped: u64,
     ) {
         let objects = objects.iter().map(|key| object(key)).collect();
         let directories = directories.iter().map(|name| (*name).to_owned()).collect();
-        let items = Items::of(InodeId(directory), prefix, Listing { objects, directories, marker: None });
+        let listing = Listing { objects, directories, ..Listing::default() };
+        let items = Items::of(InodeId(directory), prefix, listing);
         let shown: Vec<String> = items
             .items
             .iter()
@@ -119,7 +125,7 @@ mod tests {
             })
             .collect();
         assert_eq!(shown, expected);
-        assert_eq!(items.skipped, skipped);
+        assert_eq!(items.skipped.keys, skipped);
     }
 
     #[test]
@@ -136,11 +142,28 @@ mod tests {
     }
 
     #[test]
+    fn the_first_that_cannot_be_shown_is_named() {
+        let first = |objects: &[&str], directories: &[&str], skipped: Option<&str>| {
+            let skipped = Skipped { keys: 0, first: skipped.map(str::to_owned) };
+            let objects = objects.iter().map(|key| object(key)).collect();
+            let directories = directories.iter().map(|name| (*name).to_owned()).collect();
+            let listing = Listing { objects, directories, skipped, ..Listing::default() };
+            Items::of(InodeId(2), "p", listing).skipped.first
+        };
+        let long = "n".repeat(256);
+        assert_eq!(first(&["p/a"], &["b"], None), None);
+        assert_eq!(first(&["p/a", &format!("p/{long}")], &[], None), Some(format!("p/{long}")));
+        assert_eq!(first(&[], &[&long], None), Some(format!("p/{long}/")));
+        assert_eq!(first(&["p/a", "p/a.object"], &["a"], None).as_deref(), Some("p/a"));
+        assert_eq!(first(&["p/.."], &[], Some("p//")).as_deref(), Some("p//"), "that of the listing");
+    }
+
+    #[test]
     fn an_object_beside_a_directory_is_found_by_its_key() {
         let listing = Listing {
             objects: vec![object("a"), object("b")],
             directories: vec!["a".into(), "c".into()],
-            marker: None,
+            ..Listing::default()
         };
         let items = Items::of(InodeId::ROOT, "", listing);
         assert!(items.has_object(b"a") && items.has_object(b"b"));

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use bytes::Bytes;
 use forebay_core::{InodeId, ObjectKey, Timestamp, Version};
 use forebay_io::clock::Clock;
+use forebay_io::object::Skipped;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
@@ -42,6 +43,7 @@ pub(crate) struct Shared {
     pub(crate) first_number: AtomicU64,
     pub(crate) touched: Touched,
     pub(crate) markers: Markers,
+    pub(crate) unshown: Unshown,
     pub(crate) quotas: Quotas,
     pub(crate) claimed: Claimed,
     pub(crate) clones: Clones,
@@ -84,6 +86,7 @@ impl Shared {
             first_number: AtomicU64::new(0),
             touched: Touched::default(),
             markers: Markers::default(),
+            unshown: Unshown::default(),
             quotas: Quotas::default(),
             claimed: Claimed::default(),
             clones: Clones::default(),
@@ -229,6 +232,37 @@ impl Markers {
     }
 }
 
+/// What listings showed below directories by keys that no path spells: who removes such a directory would have it back with the next
+/// listing. In memory only, as [`Markers`] are.
+#[derive(Debug, Default)]
+pub(crate) struct Unshown(Mutex<HashMap<InodeId, Skipped>>);
+
+/// Directories of that kind that are remembered.
+const MOST_UNSHOWN: usize = 1 << 16;
+
+impl Unshown {
+    /// Notes what a listing of `directory` left out. Returns whether that is to be told: as long as it is as many, it was.
+    pub(crate) fn note(&self, directory: InodeId, skipped: Skipped) -> bool {
+        let mut known = self.0.lock();
+        if skipped.keys == 0 {
+            known.remove(&directory);
+            return false;
+        }
+        if known.len() >= MOST_UNSHOWN
+            && let Some(other) = known.keys().next().copied()
+        {
+            known.remove(&other);
+        }
+        let keys = skipped.keys;
+        known.insert(directory, skipped).is_none_or(|before| before.keys != keys)
+    }
+
+    /// The first key below a directory that no path spells, if there are any.
+    pub(crate) fn below(&self, directory: InodeId) -> Option<String> {
+        self.0.lock().get(&directory)?.first.clone()
+    }
+}
+
 /// Names and keys that Forebay changed while a listing of their directory was under way. The listing says nothing
 /// certain about them, so it is not believed there; the next one will be.
 ///
@@ -278,5 +312,27 @@ impl Touched {
         let watch = watches.get(&directory);
         watch
             .is_some_and(|watch| watch.names.contains(name) || watch.keys.contains(key.trim_end_matches('/')))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_listing_left_out_is_told_once_until_it_is_another_number() {
+        let unshown = Unshown::default();
+        let directory = InodeId(7);
+        let note = |keys, first: &str| {
+            let skipped = Skipped { keys, first: (keys > 0).then(|| first.to_owned()) };
+            unshown.note(directory, skipped)
+        };
+        assert!(!note(0, "") && unshown.below(directory).is_none());
+        assert!(note(2, "d//a") && !note(2, "d//a"));
+        assert!(note(3, "d//0") && !note(3, "d//0"));
+        assert_eq!(unshown.below(directory).as_deref(), Some("d//0"));
+        assert_eq!(unshown.below(InodeId(8)), None);
+        assert!(!note(0, "") && unshown.below(directory).is_none());
+        assert!(note(3, "d//0"), "it came back");
     }
 }

@@ -29,8 +29,12 @@ pub(super) fn remove_directory(
 /// # Errors
 /// `NotEmpty`.
 pub(super) fn check_empty(change: &Change<'_, '_>, directory: InodeId) -> Result<()> {
-    match change.has_entries(directory)? {
-        true => Err(Error::new(ErrorKind::NotEmpty, format!("directory {directory} has entries"))),
-        false => Ok(()),
+    let not_empty = |what: String| Err(Error::new(ErrorKind::NotEmpty, what));
+    if change.has_entries(directory)? {
+        return not_empty(format!("directory {directory} has entries"));
+    }
+    match change.shared.unshown.below(directory) {
+        Some(key) => not_empty(format!("directory {directory} holds {key:?}, which no path spells")),
+        None => Ok(()),
     }
 }

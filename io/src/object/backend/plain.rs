@@ -25,7 +25,7 @@ use crate::object::error::unsupported;
 use crate::object::key::is_segment;
 use crate::object::layer::TOKEN_ATTRIBUTE;
 use crate::object::request::{ListRequest, Page, Reply, Request, Service, UploadId, UploadsPage};
-use crate::object::types::{Condition, put_mode};
+use crate::object::types::{Condition, Skipped, put_mode};
 use crate::rng::Rng;
 
 /// A store of object_store's as a service.
@@ -245,7 +245,7 @@ fn to_page(list: &ListRequest, result: ListResult) -> Page {
     let objects: Vec<_> = result.objects.into_iter().filter(|m| m.location.as_ref() != own_marker).collect();
     let names = result.common_prefixes.iter().filter_map(|path| path.filename().map(str::to_owned));
     let directories = names.filter(|name| is_segment(name)).collect();
-    Page { objects, directories, next: None, marker: None, skipped: 0 }
+    Page { objects, directories, next: None, marker: None, skipped: Skipped::default() }
 }
 
 fn no_upload(upload: &UploadId) -> object_store::Error {

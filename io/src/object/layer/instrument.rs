@@ -38,10 +38,11 @@ impl Service for Instrument {
 impl Instrument {
     fn count_reply(&self, kind: OperationKind, reply: Reply) -> Reply {
         if let Reply::Page(page) = &reply
-            && self.meter.skipped(page.skipped)
+            && self.meter.skipped(page.skipped.keys)
         {
             tracing::warn!(
-                keys = page.skipped,
+                keys = page.skipped.keys,
+                first = ?page.skipped.first,
                 "listing left out keys with empty, `.` or `..` segments or control characters"
             );
         }

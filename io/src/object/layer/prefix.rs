@@ -92,6 +92,8 @@ impl Prefix {
             }
             Reply::Page(mut page) => {
                 page.objects = page.objects.into_iter().map(|meta| self.inner_meta(meta)).collect();
+                page.skipped.first =
+                    page.skipped.first.map(|key| key.strip_prefix(&self.prefix).unwrap_or(&key).to_owned());
                 Reply::Page(page)
             }
             Reply::Upload(upload) => Reply::Upload(UploadId { key: self.inner(&upload.key), ..upload }),

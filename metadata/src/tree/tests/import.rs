@@ -271,6 +271,29 @@ async fn what_is_imported_has_no_owner_until_somebody_gives_it_one() {
     }
 }
 
+/// Such a directory was removed, and was there again with the next listing.
+#[tokio::test]
+async fn a_directory_that_holds_what_no_path_spells_is_not_removed() {
+    let world = World::memory().await;
+    let odd = format!("d/{}", "n".repeat(256));
+    for key in ["d/a", "e/b", &odd] {
+        world.put(key, b"1").await;
+    }
+    let tree = world.open().await;
+    assert_eq!(paths(&tree).await, ["d/", "d/a", "e/", "e/b"]);
+    unlink(&tree, "d/a").await.expect("unlinked");
+    unlink(&tree, "e/b").await.expect("unlinked");
+    let refused = tree.remove_directory(ROOT, b"d").await.expect_err("it holds something");
+    assert!(refused.kind() == ErrorKind::NotEmpty && refused.to_string().contains(&odd), "{refused}");
+    assert_eq!(kind_of(rename(&tree, "e", "d", RenameMode::Replace).await), ErrorKind::NotEmpty);
+    tree.drain().await.expect("drained");
+    world.check_objects(&[(&odd, "1")]).await;
+    world.delete(&odd).await;
+    world.pass_ttl();
+    tree.remove_directory(ROOT, b"d").await.expect("removed");
+    assert_eq!(paths(&tree).await, ["e/"]);
+}
+
 /// A walk over a thousand directories waited for the store at each.
 #[tokio::test]
 async fn directories_are_listed_ahead_of_who_walks_and_once() {

@@ -91,7 +91,7 @@ pub(super) fn read(body: &[u8], list: &ListRequest) -> Result<Page> {
                 let name = key.as_deref().and_then(|key| key.strip_prefix(&list.prefix)?.strip_suffix('/'));
                 match name.filter(|name| is_segment(name)) {
                     Some(name) => page.directories.push(name.to_owned()),
-                    None => page.skipped += 1,
+                    None => page.skipped.note(key),
                 }
             }
             Entry::Blob(Blob { properties, .. })
@@ -108,7 +108,9 @@ pub(super) fn read(body: &[u8], list: &ListRequest) -> Result<Page> {
 fn take(page: &mut Page, key: Option<String>, properties: Properties) -> Result<()> {
     let Some(location) = key.as_deref().and_then(address) else {
         // The marker of a directory stands for the directory, which its listing shows already.
-        page.skipped += u64::from(key.is_none_or(|key| key.trim_end_matches('/').len() + 1 != key.len()));
+        if key.as_deref().is_none_or(|key| key.trim_end_matches('/').len() + 1 != key.len()) {
+            page.skipped.note(key);
+        }
         return Ok(());
     };
     let last_modified = DateTime::parse_from_rfc2822(&properties.last_modified).map_err(generic)?;
@@ -161,7 +163,7 @@ mod tests {
         assert_eq!((first.e_tag.as_deref(), first.size), (Some("\"0x8D\""), 7));
         assert_eq!(first.last_modified.to_rfc3339(), "2024-05-01T10:00:00+00:00");
         assert_eq!(page.directories, ["sub dir"]);
-        assert_eq!((page.skipped, page.next.as_deref()), (3, Some("more")));
+        assert_eq!((page.skipped.keys, page.next.as_deref()), (3, Some("more")));
         let after = ListRequest { after: Some("d/ a & b".into()), ..list };
         assert_eq!(
             read(text.as_bytes(), &after).expect("page").objects.len(),

@@ -91,8 +91,9 @@ impl Walk<'_> {
 
     fn look_at(&mut self, entry: &DirEntry) -> io::Result<Option<Found>> {
         let name = entry.file_name();
+        let shown = || Some(name.to_string_lossy().into_owned());
         let Some(name) = name.to_str().filter(|name| is_segment(name)) else {
-            self.page.skipped += 1;
+            self.page.skipped.note(shown());
             return Ok(None);
         };
         let kind = entry.file_type()?;
@@ -106,7 +107,7 @@ impl Walk<'_> {
             target => target.transpose()?.filter(Metadata::is_file),
         };
         if target.is_none() {
-            self.page.skipped += 1;
+            self.page.skipped.note(shown());
         }
         Ok(target.map(|target| Found { sort_name: name.to_owned(), metadata: Some(target) }))
     }

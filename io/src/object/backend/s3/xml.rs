@@ -182,7 +182,9 @@ pub(in crate::object::backend) fn read_page(body: &[u8], prefix: &str) -> Result
                 let e_tag = object.e_tag.unwrap_or_default();
                 page.marker = Some(Version::new(format!("{e_tag} {}", object.last_modified.to_rfc3339())));
             }
-            page.skipped += u64::from(key.is_none_or(|key| key.trim_end_matches('/').len() + 1 != key.len()));
+            if key.as_deref().is_none_or(|key| key.trim_end_matches('/').len() + 1 != key.len()) {
+                page.skipped.note(key);
+            }
             continue;
         };
         page.objects.push(ObjectMeta {
@@ -199,7 +201,7 @@ pub(in crate::object::backend) fn read_page(body: &[u8], prefix: &str) -> Result
             key.as_deref().and_then(|key| key.strip_prefix(prefix)).and_then(|key| key.strip_suffix('/'));
         match name.filter(|name| is_segment(name)) {
             Some(name) => page.directories.push(name.to_owned()),
-            None => page.skipped += 1,
+            None => page.skipped.note(key),
         }
     }
     Ok(page)
@@ -337,7 +339,7 @@ mod tests {
         assert_eq!(keys, ["d/a b%+"]);
         assert_eq!(page.objects[0].e_tag.as_deref(), Some("\"x\""));
         assert_eq!(page.directories, ["sub dir"]);
-        assert_eq!((page.skipped, page.next.as_deref()), (3, Some("more")));
+        assert_eq!((page.skipped.keys, page.next.as_deref()), (3, Some("more")));
     }
 
     /// Somebody's bytes under a directory's own key were taken for its marker, and deleted with the directory.
