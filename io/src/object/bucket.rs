@@ -334,6 +334,17 @@ impl Bucket {
         self.list_directory_pages(prefix).try_fold(Listing::default(), whole).await
     }
 
+    /// Whether a listing of the directory `prefix` would show anything, a marker of its own or keys without an address included:
+    /// then a listing of the directory above shows it.
+    pub async fn has_below(&self, prefix: &str) -> Result<bool> {
+        let refused = || Error::invalid(format!("`{prefix}` cannot be the directory of a key"));
+        let prefix = directory_prefix(prefix).ok_or_else(refused)?;
+        let list = ListRequest { prefix, delimited: true, limit: Some(1), ..ListRequest::default() };
+        let page = self.call(Request::List(list)).await?.page().map_err(|error| self.error(error))?;
+        let is_empty = page.objects.is_empty() && page.directories.is_empty() && page.skipped.keys == 0;
+        Ok(!is_empty || page.marker.is_some() || page.next.is_some())
+    }
+
     /// As [`Bucket::list_directory`], page by page, for directories of any size.
     pub fn list_directory_pages(&self, prefix: &str) -> BoxStream<'static, Result<Listing>> {
         self.list_pages(prefix, true)

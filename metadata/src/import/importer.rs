@@ -8,13 +8,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, FileKind, InodeId, Result};
 use forebay_io::clock::Moment;
-use forebay_io::object::{Bucket, Skipped};
+use forebay_io::object::{Bucket, Listing, Skipped};
 use forebay_io::task::TaskGroup;
 use futures::future::{BoxFuture, FutureExt, Shared as SharedFuture};
-use futures::stream::{self, StreamExt};
+use futures::stream::{self, StreamExt, TryStreamExt};
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
-use tracing::{debug, warn};
+use tracing::{debug, info, warn};
 
 use super::ahead::{Ask, SKIPS, Walks};
 use super::items::Items;
@@ -31,6 +31,9 @@ const MOST_REMEMBERED: usize = 200_000;
 const SHARE_OF_TIME: u32 = 10;
 /// How often a listing is begun again because its directory was renamed meanwhile.
 const MOST_ATTEMPTS: u32 = 5;
+
+/// How often a long listing says how far it is.
+const TELL_EVERY: Duration = Duration::from_secs(10);
 
 /// Directories that are listed ahead at once.
 const AHEAD_AT_ONCE: usize = 16;
@@ -149,6 +152,26 @@ impl Importer {
                 }
             }
         }
+    }
+
+    /// Returns when a name of the directory can be looked up. Where that was not listed before, and takes longer than
+    /// `relist_wait_ms`, the name is looked for alone.
+    pub(crate) async fn ensure_name(&self, directory: InodeId, name: &[u8]) -> Result<()> {
+        if !matches!(self.freshness(directory), Freshness::Unknown) {
+            return self.ensure(directory).await;
+        }
+        let Flight { began, outcome } = self.flight(directory);
+        tokio::select! {
+            biased;
+            outcome = outcome.clone() => return outcome.map_err(|error| error.duplicate()),
+            () = self.0.shared.clock.sleep_until(self.gives_up(began)) => {}
+        }
+        match self.look_alone(directory, name, outcome.clone().map(drop)).await {
+            Ok(true) => return Ok(()),
+            Ok(false) => {}
+            Err(error) => debug!(%directory, %error, "a name was looked for alone in vain"),
+        }
+        outcome.await.map_err(|error| error.duplicate())
     }
 
     /// Has a file that never had content begin with the object at its path, if one is there: a mount may have put it and died
@@ -300,7 +323,7 @@ impl Importer {
     /// Lists and reconciles. Returns directories that have to be looked at because their prefix is gone, and the names
     /// that changed, if somebody may know older ones.
     async fn take_over(&self, directory: InodeId, prefix: String, is_known: bool) -> Result<Taken> {
-        let mut listing = self.0.bucket.list_directory(&prefix).await?;
+        let mut listing = self.list_whole(&prefix).await?;
         let (bucket, committer, keys) = (&self.0.bucket, &self.0.committer, self.0.shared.keys);
         Phantoms { bucket, committer, keys }.drop(directory, &prefix, &mut listing).await?;
         self.0.shared.markers.note(&prefix_with_slash(&prefix), listing.marker.take());
@@ -335,6 +358,22 @@ impl Importer {
         };
         self.transact(stamp).await?;
         Ok((cursor.emptied, changes))
+    }
+
+    /// All that lies directly below a prefix. Tells every now and then how far it is: a directory of millions takes minutes.
+    async fn list_whole(&self, prefix: &str) -> Result<Listing> {
+        let mut pages = self.0.bucket.list_directory_pages(prefix);
+        let (mut whole, mut told) = (Listing::default(), self.0.shared.clock.now());
+        while let Some(page) = pages.try_next().await? {
+            whole.add(page);
+            let now = self.0.shared.clock.now();
+            if now.since(told) >= TELL_EVERY {
+                told = now;
+                let names = whole.objects.len() + whole.directories.len();
+                info!(prefix, names, "listing a large directory: so many names so far");
+            }
+        }
+        Ok(whole)
     }
 
     /// Where the directory is listed from; tries to attach one that had no key space of its own.
@@ -377,7 +416,19 @@ impl Importer {
         Ok(())
     }
 
-    async fn transact<T: Send + 'static>(
+    pub(super) fn bucket(&self) -> &Bucket {
+        &self.0.bucket
+    }
+
+    pub(super) fn committer(&self) -> &Committer {
+        &self.0.committer
+    }
+
+    pub(super) fn shared(&self) -> &Shared {
+        &self.0.shared
+    }
+
+    pub(super) async fn transact<T: Send + 'static>(
         &self,
         mut work: impl FnMut(&mut Change<'_, '_>) -> Result<T> + Send + 'static,
     ) -> Result<T> {

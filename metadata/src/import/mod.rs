@@ -3,14 +3,15 @@
 //!
 //! Owns when a directory is listed and what a listing means. Promises one listing of a directory at a time however
 //! many wait for it, and that nothing which Forebay itself changed meanwhile is undone by it. Writes nothing to the
-//! bucket. A directory is listed whole: the first look at one of a million objects takes its thousand list requests,
-//! later looks do not wait for the next listing longer than `relist_wait_ms`. Those that follow are listed ahead of who reads one
-//! after another.
+//! bucket. A directory is listed whole: to read one of a million objects for the first time takes its thousand list requests. Who
+//! looks for one name waits for that no longer than `relist_wait_ms`, and has that name looked for alone then; nor does anybody wait
+//! longer for a directory to be listed again. Those that follow are listed ahead of who reads one after another.
 
 mod ahead;
 mod items;
 mod phantoms;
 mod reconcile;
 mod importer;
+mod single;
 
 pub(crate) use importer::Importer;

@@ -61,18 +61,7 @@ pub(super) fn reconcile(change: &mut Change<'_, '_>, work: &Work, at: &Cursor) -
 
     let claims = change.any_claims()?;
     prefetch(change, work, claims, listed, entries)?;
-    let mut window = Window {
-        change,
-        work,
-        directory,
-        room: listed.len() as u64,
-        numbers: 0..0,
-        claims,
-        made: (0, 0),
-        changed: false,
-        has_lost: false,
-        emptied: Vec::new(),
-    };
+    let mut window = Window::new(change, work, directory, listed.len() as u64, claims);
     let mut known = entries.iter().peekable();
     for (name, item) in listed {
         while let Some((unlisted, entry)) = known.next_if(|(known, _)| known < name) {
@@ -88,6 +77,44 @@ pub(super) fn reconcile(change: &mut Change<'_, '_>, work: &Work, at: &Cursor) -
     emptied.append(&mut window.emptied);
     window.finish()?;
     Ok(Cursor { done: until.is_none(), after: until, next: at.next + listed.len(), emptied })
+}
+
+/// Does one name while the listing `number` is under way: what the store said of that name alone since. Returns whether the tree is right
+/// about it now. It only ever adds a name: what is another thing by now, or gone, is left to the listing, which comes upon all that
+/// belongs to it.
+pub(super) fn reconcile_one(
+    change: &mut Change<'_, '_>,
+    work: &Work,
+    number: u64,
+    name: &Bytes,
+) -> Result<bool> {
+    let directory = change.directory(work.directory)?;
+    let is_current = change.shared.touched.is_under_way(work.directory, number)
+        && change.import_state(work.directory)?.prefix.as_ref() == Some(&work.prefix);
+    if !is_current || change.shared.touched.is(work.directory, name, &work.key_of(name)) {
+        return Ok(is_current);
+    }
+    let entry = change.dentry(work.directory, name)?;
+    let item = work.items.get(name);
+    let Some(entry) = entry else {
+        let Some(item) = item else { return Ok(true) };
+        let claims = change.any_claims()?;
+        let mut window = Window::new(change, work, directory, 1, claims);
+        window.listed(name, item, None)?;
+        window.finish()?;
+        // The listing may be of before it came.
+        change.touch_entry(work.directory, name);
+        return Ok(true);
+    };
+    let inode = change.inode(entry.ino)?;
+    Ok(match (item, entry.kind) {
+        (Some(Item::Directory), FileKind::Directory) => true,
+        (Some(Item::File(info)), FileKind::File) => inode.home == Some(info.blob()),
+        (Some(_), _) => false,
+        (None, FileKind::Directory) => inode.kept,
+        (None, FileKind::File) => inode.home.is_none(),
+        (None, _) => true,
+    })
 }
 
 /// The last name that both sides are known up to; `None` when both are known to their end.
@@ -150,6 +177,29 @@ struct Window<'a, 'c, 't> {
     /// Whether a name was taken away, which may be one that comes later in this window.
     has_lost: bool,
     emptied: Vec<(Bytes, InodeId)>,
+}
+
+impl<'a, 'c, 't> Window<'a, 'c, 't> {
+    fn new(
+        change: &'a mut Change<'c, 't>,
+        work: &'a Work,
+        directory: Inode,
+        room: u64,
+        claims: bool,
+    ) -> Self {
+        Self {
+            change,
+            work,
+            directory,
+            room,
+            numbers: 0..0,
+            claims,
+            made: (0, 0),
+            changed: false,
+            has_lost: false,
+            emptied: Vec::new(),
+        }
+    }
 }
 
 impl Window<'_, '_, '_> {

@@ -268,10 +268,15 @@ impl Unshown {
 ///
 /// Both sides run in the committer's closures, hence one after another. Bounded by the listings in flight.
 #[derive(Debug, Default)]
-pub(crate) struct Touched(Mutex<HashMap<InodeId, Watch>>);
+pub(crate) struct Touched {
+    watches: Mutex<HashMap<InodeId, Watch>>,
+    begun: AtomicU64,
+}
 
 #[derive(Debug, Default)]
 struct Watch {
+    /// Which one it is.
+    number: u64,
     prefix: String,
     names: HashSet<Bytes>,
     keys: HashSet<String>,
@@ -280,24 +285,35 @@ struct Watch {
 impl Touched {
     /// Starts to take notes for a listing of `directory` from `prefix` (with its slash, or empty for the root).
     pub(crate) fn begin(&self, directory: InodeId, prefix: String) {
-        self.0.lock().insert(directory, Watch { prefix, ..Watch::default() });
+        let number = self.begun.fetch_add(1, Ordering::Relaxed);
+        self.watches.lock().insert(directory, Watch { number, prefix, ..Watch::default() });
+    }
+
+    /// Which listing of `directory` is under way, and the prefix that it lists.
+    pub(crate) fn under_way(&self, directory: InodeId) -> Option<(u64, String)> {
+        self.watches.lock().get(&directory).map(|watch| (watch.number, watch.prefix.clone()))
+    }
+
+    /// Whether that is still this one: of what changed since it began, all is known.
+    pub(crate) fn is_under_way(&self, directory: InodeId, number: u64) -> bool {
+        self.watches.lock().get(&directory).is_some_and(|watch| watch.number == number)
     }
 
     /// Forgets the notes.
     pub(crate) fn end(&self, directory: InodeId) {
-        self.0.lock().remove(&directory);
+        self.watches.lock().remove(&directory);
     }
 
     /// Notes that the entry `name` of `directory` changed.
     pub(crate) fn name(&self, directory: InodeId, name: &[u8]) {
-        if let Some(watch) = self.0.lock().get_mut(&directory) {
+        if let Some(watch) = self.watches.lock().get_mut(&directory) {
             watch.names.insert(Bytes::copy_from_slice(name));
         }
     }
 
     /// Notes that what lies at `key`, or who holds it, changed: of a listing, the key itself or the one that leads there.
     pub(crate) fn key(&self, key: &str) {
-        for watch in self.0.lock().values_mut() {
+        for watch in self.watches.lock().values_mut() {
             let Some(rest) = key.strip_prefix(watch.prefix.as_str()) else { continue };
             let listed = watch.prefix.len() + rest.find('/').unwrap_or(rest.len());
             if !watch.keys.contains(&key[..listed]) {
@@ -308,7 +324,7 @@ impl Touched {
 
     /// Whether the entry, the key or anything below it changed since the listing began.
     pub(crate) fn is(&self, directory: InodeId, name: &[u8], key: &str) -> bool {
-        let watches = self.0.lock();
+        let watches = self.watches.lock();
         let watch = watches.get(&directory);
         watch
             .is_some_and(|watch| watch.names.contains(name) || watch.keys.contains(key.trim_end_matches('/')))

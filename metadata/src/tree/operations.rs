@@ -59,7 +59,9 @@ fn read_page(look: &Look<'_, '_>, ino: InodeId, after: Option<&[u8]>, limit: usi
 impl Tree for LocalTree {
     async fn lookup(&self, parent: InodeId, name: &[u8]) -> Result<Lookup> {
         check_name(name)?;
-        self.ensure_listed(parent).await?;
+        if let Some(importer) = &self.importer {
+            importer.ensure_name(parent, name).await?;
+        }
         self.look(|look| look_up(look, parent, name)).await
     }
 

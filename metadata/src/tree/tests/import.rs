@@ -236,6 +236,115 @@ async fn a_listing_that_takes_long_is_waited_for_once() {
     assert_eq!(bucket.counters().of(OperationKind::List).requests, 2);
 }
 
+/// The first open of a file among millions waited until all of them were listed.
+#[tokio::test]
+async fn one_name_of_a_directory_that_takes_long_to_list_is_looked_for_alone() {
+    for kind in [Kind::Memory, Kind::Slate] {
+        let world = World::new(kind).await;
+        for key in ["a", "a-", "both", "both/below", "d-1", "d/below", "d0", "replaced"] {
+            world.put(key, key.as_bytes()).await;
+        }
+        let tree = world.open().await;
+        paths(&tree).await;
+        make_directory(&tree, "made").await.expect("made");
+        tree.close().await.expect("closed");
+        for key in ["new", "n/below", "replaced"] {
+            world.put(key, b"of others").await;
+        }
+        world.delete("d0").await;
+        let faults = Faults::new();
+        let bucket = world.bucket().with_faults(&faults).with_deadline_ms(HOUR_MS);
+        let tree = world.open_over(Some(bucket.clone())).await;
+        let gate = faults.gate(1);
+        let mut first = pin!(tree.lookup(ROOT, b"a"));
+        assert!(poll!(&mut first).is_pending());
+        gate.reached().await;
+        world.clock.advance(Duration::from_millis(world.settings.import.relist_wait_ms));
+        assert!(matches!(first.await.expect("found"), Lookup::Found(_)));
+        let mut inodes = Vec::new();
+        for (name, kind) in [
+            ("a-", FileKind::File),
+            ("both", FileKind::Directory),
+            ("d", FileKind::Directory),
+            ("made", FileKind::Directory),
+            ("n", FileKind::Directory),
+            ("new", FileKind::File),
+        ] {
+            let found = found(&tree, ROOT, name.as_bytes()).await;
+            assert_eq!(found.kind, kind, "{name}");
+            inodes.push((name, found.ino));
+        }
+        assert_eq!(world.read_path(&tree, "new").await.expect("bytes"), "of others");
+        for name in ["bot", "a-1", "none", "b"] {
+            assert_eq!(tree.lookup(ROOT, name.as_bytes()).await.expect("looked"), Lookup::Miss, "{name}");
+        }
+        let before = bucket.counters().requests();
+        assert_eq!(found(&tree, ROOT, b"new").await.ino, inodes[5].1);
+        assert_eq!(bucket.counters().requests(), before, "what was found is not asked for again");
+        // Whatever replaced or removed what is known waits for the listing, and so does who wants all of it.
+        let (mut changed, mut gone) = (pin!(tree.lookup(ROOT, b"replaced")), pin!(tree.lookup(ROOT, b"d0")));
+        let mut whole = pin!(tree.read_directory(ROOT, None, 10));
+        for _ in 0..100 {
+            assert!(poll!(&mut changed).is_pending() && poll!(&mut gone).is_pending());
+            assert!(poll!(&mut whole).is_pending());
+            tokio::task::yield_now().await;
+        }
+        gate.open();
+        assert!(matches!(changed.await.expect("found"), Lookup::Found(_)));
+        assert_eq!(gone.await.expect("looked"), Lookup::Miss);
+        assert_eq!(whole.await.expect("listed").entries.len(), 10);
+        assert_eq!(world.read_path(&tree, "replaced").await.expect("bytes"), "of others");
+        for (name, ino) in inodes {
+            assert_eq!(found(&tree, ROOT, name.as_bytes()).await.ino, ino, "{name}");
+        }
+        let expected = ["a", "a-", "both.object", "both/", "both/below", "d-1", "d/", "d/below", "made/"];
+        assert_eq!(paths(&tree).await, [&expected[..], &["n/", "n/below", "new", "replaced"]].concat());
+        assert!(tree.fsck(false).await.expect("checked").is_clean());
+        tree.close().await.expect("closed");
+    }
+}
+
+/// A listing is of the moment when the store answered. What came after that is found alone, and does not go when the listing ends.
+#[tokio::test]
+async fn what_is_found_alone_stays_when_an_older_listing_ends() {
+    let world = World::memory().await;
+    world.put("x/f", b"moved").await;
+    world.put("k", b"renamed").await;
+    let tree = world.open().await;
+    paths(&tree).await;
+    rename(&tree, "x", "y", RenameMode::Replace).await.expect("renamed");
+    rename(&tree, "k", "l", RenameMode::Replace).await.expect("renamed");
+    tree.sync().await.expect("synced");
+    world.crash(tree, true).await;
+    let faults = Faults::new();
+    let tree = world.open_over(Some(world.bucket().with_faults(&faults).with_deadline_ms(HOUR_MS))).await;
+    // Below a prefix that is no directory any more it is looked for what nobody claims, once the root is listed.
+    let look = faults.gate(2);
+    let mut whole = pin!(tree.read_directory(ROOT, None, 10));
+    assert!(poll!(&mut whole).is_pending());
+    look.reached().await;
+    world.clock.advance(Duration::from_millis(world.settings.import.relist_wait_ms));
+    for key in ["late", "later/f"] {
+        world.put(key, b"1").await;
+    }
+    let (late, later) = (found(&tree, ROOT, b"late").await, found(&tree, ROOT, b"later").await);
+    for name in ["k", "x"] {
+        let looked = tree.lookup(ROOT, name.as_bytes()).await.expect("looked");
+        assert_eq!(looked, Lookup::Miss, "`{name}` lies there for what has another name");
+    }
+    look.open();
+    let names: Vec<_> = whole.await.expect("listed").entries.into_iter().map(|entry| entry.name).collect();
+    assert_eq!(names, ["l", "late", "later", "y"]);
+    assert_eq!(found(&tree, ROOT, b"late").await.ino, late.ino);
+    assert_eq!(found(&tree, ROOT, b"later").await.ino, later.ino);
+    assert_eq!(paths(&tree).await, ["l", "late", "later/", "later/f", "y/", "y/f"]);
+    tree.drain().await.expect("drained");
+    world.check_objects(&[("l", "renamed"), ("late", "1"), ("later/f", "1"), ("y/f", "moved")]).await;
+    world.pass_ttl();
+    assert_eq!(paths(&tree).await, ["l", "late", "later/", "later/f", "y/", "y/f"]);
+    assert!(tree.fsck(false).await.expect("checked").is_clean());
+}
+
 /// Owner and mode were those of the mount that listed the directory first, for good.
 #[tokio::test]
 async fn what_is_imported_has_no_owner_until_somebody_gives_it_one() {
