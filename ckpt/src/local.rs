@@ -277,9 +277,12 @@ impl Local {
     }
 
     /// Deletes what no start after `starts` can use: all but the `keep` newest steps that are whole, and newer ones; and the
-    /// one that is being `read` for the store.
+    /// one that is being `read` for the store. Nothing where what is there is of other starts by now.
     pub async fn prune(&self, starts: &[String], keep: usize, read: Option<&HeldStep>) -> Result<()> {
         let notes = self.notes().await?;
+        let shards: Vec<_> = self.0.list("shards").try_collect().await?;
+        let Some(starts) = self.present(starts).await? else { return Ok(()) };
+        let starts = &starts[..];
         let oldest = self.whole_steps(starts, &notes).into_iter().take(keep.max(1)).next_back();
         let oldest = oldest.and_then(|oldest| age(starts, attempt_of(&oldest.name.start), oldest.name.step));
         let is_read = |attempt: &str, step| {
@@ -293,13 +296,24 @@ impl Local {
         let seals = notes.iter().filter(|key| goes(&key.attempt, key.step)).map(NoteKey::object);
         // A seal goes before its shard.
         self.0.delete_many(&seals.collect::<Vec<_>>()).await?;
-        let shards: Vec<_> = self.0.list("shards").try_collect().await?;
         let is_gone = |key: &ObjectKey| {
             ShardKey::parse(key.as_str()).is_some_and(|shard| goes(&shard.attempt, shard.step))
         };
         let shards = shards.into_iter().map(|object| object.key).filter(is_gone);
         self.0.delete_many(&shards.collect::<Vec<_>>()).await?;
         self.0.sweep_staging(LEAST_AGE, false).await.map(drop)
+    }
+
+    /// The starts whose the copies are by now, where `starts` are among them: their last may have been followed by another, of the
+    /// same process or of one that took over. To be asked once it is known what is there, and before any of it goes: a start
+    /// notes that it began before it copies anything.
+    async fn present(&self, starts: &[String]) -> Result<Option<Vec<String>>> {
+        let noted = match self.read(&ObjectKey::new(STARTS)).await {
+            Ok(Lineage::Seen { starts, .. } | Lineage::Unseen(starts)) => starts,
+            Err(error) if error.kind() == ErrorKind::NotFound => starts.to_vec(),
+            Err(error) => return Err(error),
+        };
+        Ok(Some(noted).filter(|noted| starts.last().is_some_and(|own| noted.contains(own))))
     }
 
     /// Says that another number of ranks than `world_size` saved a step, if one did.

@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use forebay_core::{ObjectKey, Result};
+use forebay_io::object::ObjectInfo;
 use futures::TryStreamExt;
 
 use super::{Local, NoteKey, SEALS, age};
@@ -40,6 +41,9 @@ impl Local {
             return Ok(false);
         }
         let notes = self.notes().await?;
+        let listed = self.list_files().await?;
+        let Some(starts) = self.present(starts).await? else { return Ok(false) };
+        let starts = &starts[..];
         let durable: BTreeSet<Age> = notes
             .iter()
             .filter(|note| note.is_durable)
@@ -47,7 +51,7 @@ impl Local {
             .collect();
         let newest = self.whole_steps(starts, &notes).into_iter().next();
         let newest = newest.and_then(|step| age(starts, attempt_of(&step.name.start), step.name.step));
-        let mut files = self.files(held, starts).await?;
+        let mut files = files(held, starts, &listed);
         let mut left: u64 = files.values().map(|files| files.bytes).sum();
         let read = read.and_then(|read| age(starts, attempt_of(&read.start), read.step));
         let may_go = |of: &Age| of.is_none() || (*of != read && (durable.contains(of) || *of < newest));
@@ -68,30 +72,35 @@ impl Local {
         Ok(true)
     }
 
-    /// What this rank is to count, by step.
-    async fn files(&self, held: &Held, starts: &[String]) -> Result<BTreeMap<Age, Files>> {
-        let mut found: BTreeMap<Age, Files> = BTreeMap::new();
-        // An agent that takes another one's place writes the same files again; another save of the step has its own.
-        let seal = NoteKey::of(&held.name(), held.rank, held.world_size, false).object();
-        let replaced = [held.key().object(), seal];
-        let mut take = |attempt: &str, step, rank: u32, key: &ObjectKey, bytes| {
-            if rank % held.world_size.max(1) == held.rank && !replaced.contains(key) {
-                let files = found.entry(age(starts, attempt, step)).or_default();
-                files.keys.push(key.clone());
-                files.bytes += bytes;
-            }
-        };
-        for object in self.0.list(SEALS).try_collect::<Vec<_>>().await? {
-            // That a step is in the store is told to other ranks, too, and takes no bytes.
-            if let Some(note) = NoteKey::parse(&object.key).filter(|note| !note.is_durable) {
-                take(&note.attempt, note.step, note.rank, &object.key, object.size);
-            }
-        }
-        for object in self.0.list("shards").try_collect::<Vec<_>>().await? {
-            if let Some(shard) = ShardKey::parse(object.key.as_str()) {
-                take(&shard.attempt, shard.step, shard.rank, &object.key, object.size);
-            }
-        }
-        Ok(found)
+    /// Seals, and shards.
+    async fn list_files(&self) -> Result<[Vec<ObjectInfo>; 2]> {
+        Ok([self.0.list(SEALS).try_collect().await?, self.0.list("shards").try_collect().await?])
     }
+}
+
+/// What a rank is to count, by step.
+fn files(held: &Held, starts: &[String], [seals, shards]: &[Vec<ObjectInfo>; 2]) -> BTreeMap<Age, Files> {
+    let mut found: BTreeMap<Age, Files> = BTreeMap::new();
+    // An agent that takes another one's place writes the same files again; another save of the step has its own.
+    let seal = NoteKey::of(&held.name(), held.rank, held.world_size, false).object();
+    let replaced = [held.key().object(), seal];
+    let mut take = |attempt: &str, step, rank: u32, ObjectInfo { key, size, .. }: &ObjectInfo| {
+        if rank % held.world_size.max(1) == held.rank && !replaced.contains(key) {
+            let files = found.entry(age(starts, attempt, step)).or_default();
+            files.keys.push(key.clone());
+            files.bytes += size;
+        }
+    };
+    for object in seals {
+        // That a step is in the store is told to other ranks, too, and takes no bytes.
+        if let Some(note) = NoteKey::parse(&object.key).filter(|note| !note.is_durable) {
+            take(&note.attempt, note.step, note.rank, object);
+        }
+    }
+    for object in shards {
+        if let Some(shard) = ShardKey::parse(object.key.as_str()) {
+            take(&shard.attempt, shard.step, shard.rank, object);
+        }
+    }
+    found
 }

@@ -113,6 +113,32 @@ async fn so_many_whole_steps_stay_and_what_is_newer() {
     assert_eq!((steps(&local).await, shards(&local).await), (vec![(named(2, 2), false)], 3), "one stays");
 }
 
+/// An agent that still wrote its copy when the next start began, or that of another job that was given the same directory, took the
+/// copies of that one for nobody's.
+#[tokio::test]
+async fn what_a_later_start_copied_is_not_deleted_by_an_earlier_ones_agent() {
+    for (earlier, later, own_stays) in [
+        // One that went on from it, of the same process or another.
+        (vec![start(1)], vec![start(1), start(2)], true),
+        // One that did not.
+        (vec![start(1)], vec![start(2)], false),
+    ] {
+        let (_directory, local) = open().await;
+        local.begin(&earlier, 0).await.expect("begin");
+        put(&local, &named(1, 1), &[0, 1]).await;
+        local.begin(&later, 0).await.expect("begin");
+        put(&local, &named(2, 1), &[0, 1]).await;
+        put(&local, &named(1, 2), &[0, 1]).await;
+        local.prune(&earlier, 2, None).await.expect("prune");
+        let (held, _) = part(&named(1, 3), 0);
+        let fits = local.make_room(&held, &earlier, 4 * held.seal.size, None).await.expect("make room");
+        let found: Vec<_> = steps(&local).await.into_iter().map(|(step, _)| step).collect();
+        assert!(found.contains(&named(2, 1)), "{found:?}");
+        assert_eq!(found.contains(&named(1, 2)), own_stays, "{found:?}");
+        assert!(!fits, "nothing goes for it");
+    }
+}
+
 #[tokio::test]
 async fn a_rank_that_was_none_of_a_steps_is_told_how_many_were() {
     let (_directory, local) = open().await;
