@@ -183,6 +183,19 @@ def test_what_was_deleted_from_the_store_or_is_older_is_not_used(tmp_path: Path)
     assert restored(run, tmp_path / "early")[0].passed_over == ("local: the job was started elsewhere since",)
 
 
+def test_copies_are_not_those_of_an_empty_directory_at_the_same_path(tmp_path: Path) -> None:
+    """One that was emptied to begin anew, or another host's or container's: the job got the other one's step where the newest of
+    its copies had not been in the store."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    save_steps(run, disk, 2).close()
+    files(disk, "seals/*/*/*.durable")[-1].unlink()
+    shutil.rmtree(run)
+    run.mkdir()
+    with forebay.Checkpointer(run, every=1, local=disk) as job:
+        with pytest.warns(forebay.CheckpointWarning, match="nothing is restored: local: no job ever started in the store"):
+            assert job.restore(state_of(-1)) is None
+
+
 def test_a_later_start_elsewhere_makes_copies_stale(tmp_path: Path) -> None:
     run, disk = tmp_path / "run", tmp_path / "disk"
     save_steps(run, disk, 2).close()

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import forebay
-from forebay import _mounts
+from forebay import _mounts, _url
+from forebay._ranks import Ranks
 
 from .conftest import Child
 from .test_restart import LINGER_S, end, restored
@@ -73,6 +74,39 @@ def test_memory_of_another_container_at_the_same_path_is_not_taken(tmp_path: Pat
     again = contained(first, output, go_on)
     assert (json.loads(again.line()), again.join()) == ([2, "arena"], 0)
     end(agent)
+
+
+def test_ranks_of_another_container_at_the_same_path_are_not_met(tmp_path: Path) -> None:
+    """Two jobs of one sweep, each of two ranks, were one group: a rank of the one heard what the other's had to say."""
+    if os.getuid() != 0:
+        pytest.skip("NO MOUNTS: not root, so that containers at one path are not tried")
+    output = tmp_path / "output"
+    output.mkdir()
+    children = {}
+    # Those of different jobs come first.
+    for job, rank in ((0, 0), (1, 1), (0, 1), (1, 0)):
+        source = tmp_path / f"exp{job}"
+        source.mkdir(exist_ok=True)
+
+        def work(report: Report, job: int = job, rank: int = rank) -> None:
+            ranks = Ranks(f"file://{output}/run", (rank, 2), 60)
+            report(json.dumps([word["job"] for word in ranks.gather("tell", lambda: {"job": job})]))
+
+        children[job, rank] = contained(source, output, work)
+    told = {(job, rank): json.loads(child.line()) for (job, rank), child in children.items()}
+    assert told == {(job, rank): [job, job] for job in range(2) for rank in range(2)}
+    assert [child.join() for child in children.values()] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("mount", "name"), [(["254:0", "/a"], ["254:0", "/a"]), (["server:/a", "/"], ["server:/a", "/"]), (["0:45", "/"], []), ([], [])]
+)
+def test_ranks_that_mount_their_place_each_for_itself_meet(
+    monkeypatch: pytest.MonkeyPatch, mount: list[str], name: list[str]
+) -> None:
+    monkeypatch.setattr(_url, "mount_of", lambda _: mount)
+    assert _url.meeting_name("file:///output/run") == ["file:///output/run", *name]
+    assert _url.meeting_name("s3://bucket/run") == ["s3://bucket/run"]
 
 
 TABLE = """\

@@ -75,6 +75,10 @@ class LocalCopies:
         if store is not None and store.newest is not None and store.newest not in starts and store.number > seen:
             self.passed_over.append("local: the job was started elsewhere since")
             return None
+        if store is not None and store.number == 0 and any(is_durable for _, is_durable in words[0]["steps"]):
+            # Another directory at the same path, or one that somebody emptied to begin anew.
+            self.passed_over.append("local: no job ever started in the store, and steps of the copies were there")
+            return None
         for (start, number), is_durable in common:
             reason = None if store is None else _reason_against(starts, start, number, is_durable, store.steps, step)
             if reason is not None:

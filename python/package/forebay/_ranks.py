@@ -21,6 +21,7 @@ from ._errors import CheckpointCorrupt, CheckpointError, CheckpointInvalid, Copi
 from ._hosts import come, launched_on_several, open_door, torch_store
 from ._leaf import torch_module
 from ._presence import Presence
+from ._url import meeting_name
 
 T = TypeVar("T")
 
@@ -244,7 +245,7 @@ class Ranks:
             _groups[self._url] += 1
             names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
             place = [os.environ.get(name, "") for name in names]
-            text = json.dumps([os.getuid(), *place, self._url, _groups[self._url]])
+            text = json.dumps([os.getuid(), *place, *meeting_name(self._url), _groups[self._url]])
             name = "forebay-" + hashlib.sha256(text.encode()).hexdigest()[:32]
             text = f"to restore or save at {self._url}, for {self._patience_s:g} s at most"
             hint = "to save alone, pass ranks=(0, 1)"

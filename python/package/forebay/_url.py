@@ -99,8 +99,18 @@ def store_name(url: str) -> list[Any]:
 
 def memory_name(url: str) -> list[Any]:
     """As `store_name`, for as long as the host runs: directories of one path in several containers are told apart."""
-    mount = mount_of(os.path.normpath(url[len("file://") :])) if url.startswith("file:///") else []
-    return [*store_name(url), *mount]
+    return [*store_name(url), *_mount(url)]
+
+
+def meeting_name(url: str) -> list[str]:
+    """What the ranks of a job say alike of its place, which each of them may have mounted for itself: a mount that has no other name
+    than its number is left out, as they would wait for each other in vain."""
+    mount = _mount(url)
+    return [url] if mount and mount[0].startswith("0:") else [url, *mount]
+
+
+def _mount(url: str) -> list[str]:
+    return mount_of(os.path.normpath(url[len("file://") :])) if url.startswith("file:///") else []
 
 
 def digest(*facts: Any) -> str:
