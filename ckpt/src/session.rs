@@ -256,6 +256,7 @@ impl Session {
         if let Some(origin) = self.origin.clone() {
             self.send(&Request::GoOn(origin), None)?;
         }
+        self.give_up_former();
         self.give_up_what_kills()?;
         for (held, memory) in self.settled_steps() {
             let step = held.name();
@@ -504,10 +505,12 @@ impl Session {
                 }
             }
             Reply::Durable { save, at_us } => {
-                if let Some(save) = self.pending_save(save) {
-                    save.times.lock().durable = Some(at_us);
-                    let (attempt, step) = (attempt_of(&self.hello.start.nonce).to_owned(), save.step);
-                    self.origin = Some(Origin { attempt, step });
+                if let Some(pending) = self.pending.iter().find(|pending| pending.save.number == save) {
+                    pending.save.times.lock().durable = Some(at_us);
+                    let (own, step) = (&self.hello.start.nonce, pending.save.step);
+                    if pending.slot.held().is_some_and(|held| held.start == *own) {
+                        self.origin = Some(Origin { attempt: attempt_of(own).to_owned(), step });
+                    }
                 }
                 self.settle_number(save, Ok(()));
             }

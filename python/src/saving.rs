@@ -194,8 +194,8 @@ impl Session {
     }
 
     /// Goes on as another start (nonce, host, process, milliseconds since 1970), from a step that is given by the start of its
-    /// start's nonce, once no save is under way; before another agent is greeted. When it began, the store had starts up to
-    /// the number `seen`, if it told.
+    /// start's nonce; what is newer than that, and not committed, is let go of. When the job went back, the store had starts up
+    /// to the number `seen`, if it told.
     fn begin_anew(
         &self,
         py: Python<'_>,
@@ -207,6 +207,12 @@ impl Session {
         let start = Start { nonce, host, pid, started_ms };
         let (attempt, step) = origin;
         py.detach(|| self.0.lock().begin_anew(start, seen, Origin { attempt, step }));
+    }
+
+    /// Whether the agent has not let go yet of all that the job went back from.
+    #[getter]
+    fn is_letting_go(&self, py: Python<'_>) -> bool {
+        py.detach(|| self.0.lock().is_letting_go())
     }
 
     /// Notes the highest number that a start had in the store when this one looked there, before an agent is greeted.

@@ -82,12 +82,12 @@ pub(super) enum Settled {
 
 impl Copy {
     /// Waits until the disk needs the slot no longer, or hangs. Then nothing is made of what it may still write.
-    pub(super) async fn settled(self, clock: &Clock) -> Settled {
+    pub(super) async fn settled(mut self, clock: &Clock) -> Settled {
         let patience = if self.health.hangs() { Duration::ZERO } else { self.patience };
         tokio::select! {
             biased;
             // It ends by itself, whatever came of it.
-            _ = self.done => Settled::Done,
+            _ = &mut self.done => Settled::Done,
             () = clock.sleep(patience) => {
                 if !settle(&self.state, GIVEN_UP) {
                     return Settled::Done;
@@ -98,9 +98,24 @@ impl Copy {
     }
 }
 
+/// Who waits for it no more gives the slot away.
+impl Drop for Copy {
+    fn drop(&mut self) {
+        settle(&self.state, GIVEN_UP);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_copy_that_nobody_waits_for_is_not_wanted() {
+        let (wanted, ticket) = copy(&Health::default(), 0);
+        assert!(ticket.is_wanted());
+        drop(wanted);
+        assert!(!ticket.is_wanted() && !ticket.settle());
+    }
 
     /// Both ends told the trainer of the same copy where its patience ended while the disk was telling.
     #[tokio::test]

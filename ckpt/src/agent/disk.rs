@@ -9,6 +9,7 @@ use bytes::Bytes;
 use forebay_core::units::format_bytes;
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
+use parking_lot::Mutex;
 use tokio::sync::mpsc;
 
 use super::copy::{Copy, Health, Ticket, copy};
@@ -24,6 +25,8 @@ pub(super) enum Work {
     Save { held: Arc<Held>, slot: Bytes, ticket: Ticket },
     /// Note that a step is in the store.
     Durable(HeldStep),
+    /// What is there is another start's now.
+    Begin(Ticket),
     /// The step that was to be brought to the store is there, or never will be: it is a copy like any other.
     Resumed,
 }
@@ -33,13 +36,15 @@ pub(super) enum Work {
 pub(super) struct Copies {
     queue: mpsc::Sender<Work>,
     health: Health,
+    /// Of another start of the same trainer, which the disk does not know of yet.
+    next: Arc<Mutex<Option<LocalTier>>>,
 }
 
 impl Copies {
     /// Of so many pieces of work at most; the disk's end is the receiver.
     pub(super) fn new(most: usize) -> (Self, mpsc::Receiver<Work>) {
         let (queue, work) = mpsc::channel(most);
-        (Self { queue, health: Health::default() }, work)
+        (Self { queue, health: Health::default(), next: Arc::default() }, work)
     }
 
     /// Has a shard copied; nothing where the disk hangs.
@@ -47,6 +52,14 @@ impl Copies {
         let (copy, ticket) = copy(&self.health, held.seal.size);
         let is_sent = !self.health.hangs() && self.queue.try_send(Work::Save { held, slot, ticket }).is_ok();
         is_sent.then_some(copy)
+    }
+
+    /// Makes what is there another start's, before anything else is done; nothing is to be waited for where the disk hangs.
+    pub(super) fn begin(&self, tier: LocalTier) -> Option<Copy> {
+        *self.next.lock() = Some(tier);
+        let (begun, ticket) = copy(&self.health, 0);
+        let is_sent = !self.health.hangs() && self.queue.try_send(Work::Begin(ticket)).is_ok();
+        is_sent.then_some(begun)
     }
 
     /// Notes that a step is in the store; where the disk hangs, it is asked for again by who needs to know.
@@ -71,17 +84,18 @@ pub(super) struct Disk {
     world_size: u32,
     trainer: Trainer,
     health: Health,
+    next: Arc<Mutex<Option<LocalTier>>>,
     pub(super) local: Option<Local>,
     is_told: bool,
 }
 
 impl Disk {
     /// The disk that `hello` names, if it does.
-    pub(super) fn new(hello: &Hello, trainer: &Trainer, health: &Health) -> Option<Self> {
+    pub(super) fn new(hello: &Hello, trainer: &Trainer, copies: &Copies) -> Option<Self> {
         let tier = hello.local.clone()?;
         let (rank, world_size) = hello.place();
-        let (trainer, health) = (trainer.clone(), health.clone());
-        Some(Self { tier, rank, world_size, trainer, health, local: None, is_told: false })
+        let (trainer, health, next) = (trainer.clone(), copies.health.clone(), copies.next.clone());
+        Some(Self { tier, rank, world_size, trainer, health, next, local: None, is_told: false })
     }
 
     /// Makes the copies there those of this start, and then does all work that arrives.
@@ -91,12 +105,17 @@ impl Disk {
         drop(begun);
         self.answers();
         while let Some(work) = queue.recv().await {
+            let next = self.next.lock().take();
+            if let Some(tier) = next {
+                (self.tier, self.local) = (tier, None);
+            }
             let outcome = match work {
                 Work::Save { held, slot, ticket } if ticket.is_wanted() => {
                     self.save(&held, &slot, ticket).await
                 }
                 Work::Save { .. } => Ok(()),
                 Work::Durable(step) => self.mark(&step).await,
+                Work::Begin(_ticket) => self.local().await.map(drop),
                 Work::Resumed => {
                     self.tier.resumes = None;
                     Ok(())

@@ -37,6 +37,13 @@ pub(super) struct Save {
     pub(super) replica: Option<Copy>,
 }
 
+impl Save {
+    /// The trainer's number for it.
+    pub(super) fn number(&self) -> u64 {
+        self.held.seal.save
+    }
+}
+
 /// Whether other agents had a save before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Given {

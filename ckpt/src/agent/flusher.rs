@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::{Clock, Moment};
-use forebay_io::object::{Bucket, BucketUrl, Rate, StoreSettings};
+use forebay_io::object::Bucket;
+#[cfg(test)]
+use forebay_io::object::{BucketUrl, Rate, StoreSettings};
 use tokio::sync::mpsc;
 
 use super::base::Base;
@@ -34,17 +36,19 @@ use crate::arena::HeldStep;
 #[cfg(test)]
 use crate::catalog::begin_run;
 use crate::catalog::{
-    Alive, DELETED_HINT, KnownShards, Part, Round, Run, StepKey, begin_run_unless, deleted, find_run,
-    put_failed, remove_part, retain, saved_already, superseded_by,
+    Alive, DELETED_HINT, KnownShards, Part, Round, Run, StepKey, deleted, put_failed, remove_part, retain,
+    saved_already, superseded_by,
 };
 #[cfg(test)]
 use crate::local::{Local, LocalTier};
 use crate::manifest::Manifest;
 
+mod anew;
 mod next;
 mod notes;
 mod resume;
 
+use anew::tell_abandoned;
 use next::Next;
 
 /// What the flusher is to do, in order.
@@ -52,11 +56,24 @@ pub(super) enum Work {
     Save(Save),
     /// What follows goes on from this step.
     GoOn(Origin),
+    /// What follows is another start's, once the copies on this host's disk are.
+    BeginAnew {
+        hello: Box<Hello>,
+        origin: Origin,
+        local: Option<Copy>,
+    },
     GiveUp {
         step: u64,
         round: Option<Round>,
         reason: String,
     },
+}
+
+impl Work {
+    /// Whether it is one of the saves that this `is`.
+    fn is_save(&self, is: impl Fn(u64) -> bool) -> bool {
+        matches!(self, Self::Save(save) if is(save.number()))
+    }
 }
 
 /// How far a save has come.
@@ -167,7 +184,7 @@ impl Flusher {
         if !self.trainer.is_gone() {
             self.open().await.ok();
         }
-        let mut next = Next::new(&mut queue);
+        let mut next = Next::new(&mut queue, self.trainer.clone());
         let others = self.others();
         next.after(self.resume(), others).await;
         while let Some(work) = next.work().await {
@@ -176,9 +193,16 @@ impl Flusher {
                     (self.base, self.origin) = (None, Some(origin));
                     continue;
                 }
+                Work::BeginAnew { hello, origin, local } => {
+                    let begun = self.begin_anew(*hello, origin, local);
+                    next.after(begun, None).await;
+                    continue;
+                }
                 Work::GiveUp { step, round, reason } => self.give_up(step, round, &reason).await,
                 Work::Save(save) => {
-                    if self.target.is_none() && self.hello.member.is_some() {
+                    if self.target.is_none()
+                        && self.hello.member.as_ref().is_some_and(|member| member.run.is_begun())
+                    {
                         // The others wait for this rank. What fails here fails again below, and is told.
                         self.open().await.ok();
                     }
@@ -203,11 +227,12 @@ impl Flusher {
     async fn settle(&mut self, mut sealed: Save) {
         let begun = self.clock.now();
         let (clock, trainer) = (self.clock.clone(), self.trainer.clone());
-        let replicated = await_replica(&clock, &trainer, sealed.held.seal.save, sealed.replica.take());
+        let (save, local) = (sealed.number(), sealed.local.take());
+        let replicated = await_replica(&clock, &trainer, save, sealed.replica.take());
+        let mut progress = Progress { alive: self.alive(sealed.held.seal.step), ..Progress::default() };
         let flushed = async {
-            let mut progress = Progress { alive: self.alive(sealed.held.seal.step), ..Progress::default() };
-            if let Some(local) = sealed.local.take() {
-                let copied = self.await_copy(sealed.held.seal.save, local);
+            if let Some(local) = local {
+                let copied = self.await_copy(save, local);
                 match &mut progress.alive {
                     Some(alive) => alive.during(copied).await,
                     None => copied.await,
@@ -216,9 +241,17 @@ impl Flusher {
             let settled = self.flush_on(&sealed, &mut progress).await;
             (settled, progress.is_published, now_us(&self.clock))
         };
-        // The slot is the trainer's again once both are done.
-        let ((settled, is_published, at_us), ()) = tokio::join!(flushed, replicated);
-        let Seal { save, round, step, size, .. } = sealed.held.seal;
+        // The slot is the trainer's again once both are done, or nothing goes on with either.
+        let done = tokio::select! {
+            biased;
+            () = trainer.abandoned(|abandoned| abandoned == save) => None,
+            done = async { tokio::join!(flushed, replicated) } => Some(done),
+        };
+        let Some(((settled, is_published, at_us), ())) = done else {
+            self.leave_notes(&sealed, &progress);
+            return tell_abandoned(&trainer, sealed);
+        };
+        let Seal { round, step, size, .. } = sealed.held.seal;
         drop(sealed);
         self.log(step, size, self.clock.now().since(begun), &settled);
         match &settled {
@@ -421,7 +454,8 @@ impl Flusher {
             self.open().await?;
         }
         let Some((bucket, run)) = &self.target else { return Err(Error::bug("a flush without a bucket")) };
-        let mut leave = Leave::new(&self.clock, (bucket, run), &self.trainer, self.heir_of.is_some());
+        let (trainer, is_heir) = (&self.trainer, self.heir_of.is_some());
+        let mut leave = Leave::new(&self.clock, (bucket, run), trainer, save.number(), is_heir);
         if self.heir_of.is_some() && bucket.head(&run.save(save.held.seal.step).object()).await?.is_some() {
             return Ok(Outcome::Durable(None));
         }
@@ -474,38 +508,6 @@ impl Flusher {
             // What a rank alone noted stays.
             None => commit_alone(&mut leave, &stored.part, begun).await,
         }
-    }
-
-    /// Opens the bucket and takes an incarnation.
-    async fn open(&mut self) -> Result<()> {
-        let url: BucketUrl = self.hello.url.parse()?;
-        let mut bucket = Bucket::open(&url, &StoreSettings::default()).await?;
-        if let Some(bytes_per_second) = self.hello.flush_rate {
-            bucket = bucket.with_rate(&Rate::new(bytes_per_second, self.clock.clone()));
-        }
-        let run = match (&self.heir_of, &mut self.hello.member) {
-            (Some(start), member) => {
-                let absent = || Error::new(ErrorKind::NotFound, format!("{url} never heard of its start"));
-                let run = find_run(&bucket, start).await?.ok_or_else(absent)?;
-                member.iter_mut().for_each(|member| member.run = run.clone());
-                run
-            }
-            (None, Some(member)) => member.run.clone(),
-            (None, None) => {
-                // A trainer that died, or went back a while ago, may have a successor, here or elsewhere.
-                let (hello, trainer) = (&self.hello, &self.trainer);
-                let is_late = || trainer.is_gone() || hello.is_back;
-                let is_over = |newest: &Run| is_late() && hello.is_outrun_by(newest);
-                let seen = Some(hello.seen.unwrap_or(0));
-                begin_run_unless(&bucket, hello.start.clone(), seen, is_over).await?
-            }
-        };
-        if !run.conditional {
-            let message = format!("{url} ignores conditional puts: make sure that only one job saves there");
-            self.trainer.tell(&Reply::Warning { message });
-        }
-        self.target = Some((bucket, run));
-        Ok(())
     }
 
     /// Deletes what was stored of steps that came to nothing, once nobody can make a step of it any more. What fails is tried
@@ -584,6 +586,8 @@ fn explain(error: Error, step: u64) -> Error {
 
 #[cfg(test)]
 mod alive_tests;
+#[cfg(test)]
+mod anew_tests;
 #[cfg(test)]
 mod commit_tests;
 #[cfg(test)]

@@ -91,6 +91,12 @@ impl Holdings {
         self.held.retain(|holding| holding.held.name() != *step);
     }
 
+    /// Lets the steps go that come after this one; gives their saves.
+    pub(super) fn forget_after(&mut self, step: u64) -> Vec<u64> {
+        let goes = self.held.extract_if(.., |holding| holding.held.seal.step > step);
+        goes.map(|holding| holding.held.seal.save).collect()
+    }
+
     /// Lets everything go.
     pub(super) fn clear(&mut self) {
         *self = Self::default();

@@ -21,6 +21,8 @@ pub(super) struct Leave<'a> {
     pub(super) run: &'a Run,
     /// Where it is dead, what it sealed was promised: no step can follow.
     pub(super) trainer: &'a Trainer,
+    /// The save, which may be one that its own trainer left for another start.
+    save: u64,
     /// Of a start that is over anyway.
     is_heir: bool,
     asked: Option<Moment>,
@@ -31,9 +33,10 @@ impl<'a> Leave<'a> {
         clock: &'a Clock,
         (bucket, run): (&'a Bucket, &'a Run),
         trainer: &'a Trainer,
+        save: u64,
         is_heir: bool,
     ) -> Self {
-        Self { clock, bucket, run, trainer, is_heir, asked: None }
+        Self { clock, bucket, run, trainer, save, is_heir, asked: None }
     }
 
     /// Asks whether the start may commit.
@@ -41,7 +44,7 @@ impl<'a> Leave<'a> {
     /// # Errors
     /// `Stale` when a later one took over.
     pub(super) async fn ask(&mut self) -> Result<()> {
-        if self.is_heir || self.trainer.is_gone() {
+        if self.is_heir || self.trainer.is_gone() || self.trainer.has_left(self.save) {
             return Ok(());
         }
         let asked = self.clock.now();

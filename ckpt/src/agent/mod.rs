@@ -24,7 +24,8 @@ mod serve;
 
 pub(crate) use protocol::KeptStep;
 pub use protocol::{
-    Answer, Hello, Linger, LostRanks, Member, Origin, Replication, Reply, Request, Told, VISIT_VERSION, Visit,
+    Anew, Answer, Hello, Linger, LostRanks, Member, Origin, Replication, Reply, Request, Told, VISIT_VERSION,
+    Visit,
 };
 pub(crate) use protocol::{MADE_WAY, MAKES_WAY_LATER};
 pub use serve::serve;

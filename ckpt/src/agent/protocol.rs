@@ -138,6 +138,15 @@ pub struct Origin {
     pub step: u64,
 }
 
+/// How a job that went back to an earlier step goes on in one process.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Anew {
+    /// As that of a trainer that begins; where the agent is found stays as it was.
+    pub hello: Hello,
+    /// The step that it went back to.
+    pub origin: Origin,
+}
+
 /// From the trainer.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Request {
@@ -152,6 +161,9 @@ pub enum Request {
     },
     /// What follows goes on from this step, and what did not change since is not to be stored again.
     GoOn(Origin),
+    /// The job went back: what follows is another start's. Steps after the one that it goes on from are wanted no more; each of
+    /// their saves that is not settled is told to have failed, as soon as nothing reads its slot.
+    BeginAnew(Box<Anew>),
     /// Bring this to the bucket, and hold it for a successor.
     Seal(Box<Told>),
     /// The same, of a save that an agent that died may have brought there, or begun to.

@@ -32,7 +32,7 @@ use super::protocol::{MADE_WAY, MAKES_WAY_LATER, Replication, now_us};
 use super::replicas::{Keeper, Outbox, Sender, without_copies};
 use super::source::Source;
 use super::trainer::Trainer;
-use super::{Hello, LostRanks, Reply, Request, Told, VISIT_VERSION, Visit};
+use super::{Anew, Hello, LostRanks, Reply, Request, Told, VISIT_VERSION, Visit};
 use crate::arena::{Held, HeldStep, SLOTS, attempt_of};
 use crate::local::PATIENCE;
 
@@ -73,7 +73,7 @@ fn serve_on(runtime: &Runtime, mut stream: FdStream, pace: Arc<Pace>, notice: Op
     let tasks = TaskGroup::new("agent");
     let _context = runtime.enter();
     let (copies, work) = Copies::new(MAX_COPIES);
-    let disk = Disk::new(&hello, &trainer, copies.health()).map(|disk| {
+    let disk = Disk::new(&hello, &trainer, &copies).map(|disk| {
         let (begun, ticket) = copy(copies.health(), 0);
         let disk = tasks.spawn("disk", disk.do_all(ticket, work));
         // Before this start takes its number, which makes the copies of others stale.
@@ -207,6 +207,7 @@ impl Desk {
                 self.hello.comes_after(&origin.attempt);
                 self.pass_on(Work::GoOn(origin))?;
             }
+            Request::BeginAnew(anew) => self.begin_anew(*anew)?,
             Request::Seal(told) => self.begin(*told, Given::First)?,
             Request::SealAgain(told) => self.begin(*told, Given::Again)?,
             Request::Hold(told) => drop(self.holdings.hold(*told)?),
@@ -252,6 +253,16 @@ impl Desk {
         self.pass_on(Work::Save(Save { held, source: Source::Slot(slot), given, local, replica }))?;
         self.trainer.tell(&Reply::Sealed { save, at_us: now_us(&Clock::system()) });
         Ok(())
+    }
+
+    /// Serves another start of the same trainer, which goes on from an earlier step.
+    fn begin_anew(&mut self, Anew { hello, origin }: Anew) -> Result<()> {
+        self.trainer.begin_anew(&self.holdings.forget_after(origin.step));
+        self.others.iter().for_each(|others| others.keeper.retain_steps(|kept| kept.step <= origin.step));
+        let copies = self.copies.as_ref().zip(hello.local.clone());
+        let local = copies.and_then(|(copies, tier)| copies.begin(tier));
+        self.hello = hello.clone();
+        self.pass_on(Work::BeginAnew { hello: Box::new(hello), origin, local })
     }
 
     /// Has another host hold it, too, if hosts do so.

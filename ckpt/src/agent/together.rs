@@ -203,7 +203,7 @@ async fn commit_whole(
 }
 
 /// The pauses between a rank's looks for the others: short at first, and in the end as long as so many ranks allow.
-fn pauses(world_size: u32) -> impl Iterator<Item = Duration> {
+pub(super) fn pauses(world_size: u32) -> impl Iterator<Item = Duration> {
     let longest = PAUSES[1] * world_size.div_ceil(RANKS_A_SECOND).max(1);
     std::iter::successors(Some(PAUSES[0]), move |pause| Some((*pause * 3 / 2).min(longest)))
 }

@@ -2,12 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use forebay_core::Result;
 use forebay_io::mem::Lease;
 use forebay_io::net::FdStream;
 use parking_lot::Mutex;
+use tokio::sync::watch;
 
 use super::pace::Pace;
 use super::protocol::WireError;
@@ -23,6 +24,10 @@ pub(super) struct Trainer {
     link: Arc<Mutex<Link>>,
     gone: Arc<AtomicBool>,
     pace: Arc<Pace>,
+    /// Saves of steps that the job went back from.
+    abandoned: Arc<watch::Sender<BTreeSet<u64>>>,
+    /// The last save of the starts before the one that saves now.
+    left: Arc<AtomicU64>,
 }
 
 struct Link {
@@ -46,7 +51,8 @@ impl Trainer {
         let (unsettled, open, durable, failed) = Default::default();
         let (unheard, lost) = (Vec::new(), LostRanks::default());
         let link = Link { stream, unsettled, open, durable, failed, unheard, lost };
-        Self { link: Arc::new(Mutex::new(link)), gone: Arc::new(AtomicBool::new(false)), pace }
+        let (link, abandoned) = (Arc::new(Mutex::new(link)), Arc::new(watch::Sender::default()));
+        Self { link, gone: Arc::default(), pace, abandoned, left: Arc::default() }
     }
 
     #[cfg(test)]
@@ -76,6 +82,33 @@ impl Trainer {
     /// Whether a save that is held is committed.
     pub(super) fn is_durable(&self, save: u64) -> bool {
         self.link.lock().durable.contains(&save)
+    }
+
+    /// The trainer went back, and what it saves next is another start's: what is not settled of these saves nobody wants.
+    pub(super) fn begin_anew(&self, saves: &[u64]) {
+        let link = self.link.lock();
+        self.left.fetch_max(link.open.last().copied().unwrap_or(0), Ordering::SeqCst);
+        self.abandoned.send_modify(|abandoned| {
+            abandoned.retain(|save| link.open.contains(save));
+            abandoned.extend(saves.iter().filter(|save| link.open.contains(save)));
+        });
+    }
+
+    /// Whether a save is one of an earlier start, which its own trainer left for another one.
+    pub(super) fn has_left(&self, save: u64) -> bool {
+        save <= self.left.load(Ordering::SeqCst)
+    }
+
+    /// Whether nobody wants a save any more.
+    pub(super) fn is_abandoned(&self, save: u64) -> bool {
+        self.abandoned.borrow().contains(&save)
+    }
+
+    /// Waits until nobody wants one of the saves any more that this `is`.
+    pub(super) async fn abandoned(&self, is: impl Fn(u64) -> bool) {
+        let mut abandoned = self.abandoned.subscribe();
+        // Whoever waits has the other end.
+        abandoned.wait_for(|abandoned| abandoned.iter().any(|save| is(*save))).await.ok();
     }
 
     /// Tells whoever listens, if anybody still does.

@@ -41,10 +41,10 @@ pub use ranks::{
 pub(crate) use ranks::{list_notes_of, merge};
 pub use retain::{Keep, Removed, list_pins, pin, remove_steps, retain, unpin};
 pub use round::Round;
-pub(crate) use run::begin_run_unless;
 pub use run::{
     Run, Start, begin_run, find_run, newest_number, newest_run, refuse_if_superseded, superseded_by,
 };
+pub(crate) use run::{begin_run_unless, find_run_of_job};
 pub use steps::{StepInfo, StepName, find_step, list_steps, load_manifest};
 pub use under_way::{RankNews, RankState, UnderWay, under_way};
 pub use uploads::LEAST_AGE;

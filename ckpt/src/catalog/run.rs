@@ -52,6 +52,16 @@ pub struct Run {
 }
 
 impl Run {
+    /// That of a start which has no number yet.
+    pub(crate) fn unbegun(start: Start) -> Self {
+        Self { version: 1, run: String::new(), incarnation: 0, start, conditional: true }
+    }
+
+    /// Whether it has its number.
+    pub(crate) fn is_begun(&self) -> bool {
+        self.incarnation > 0
+    }
+
     /// What keeps this start's manifests apart from those of another with the same number.
     pub fn attempt(&self) -> &str {
         self.start.nonce.get(..8).unwrap_or_default()
@@ -180,6 +190,28 @@ pub async fn find_run(bucket: &Bucket, nonce: &str) -> Result<Option<Run>> {
     let numbers = incarnations(bucket).await?.into_iter().rev();
     let (found, damage) = find_among(bucket, numbers, nonce, |_| false).await?;
     damage.filter(|_| found.is_none()).map_or(Ok(found), Err)
+}
+
+/// What rank 0 recorded of the start of a job, for another rank of it, where `seen` was the highest number before; none as long
+/// as it recorded nothing. There will be nothing if it `is_over` now that the newest start is that.
+///
+/// # Errors
+/// `Stale` then.
+pub(crate) async fn find_run_of_job(
+    bucket: &Bucket,
+    start: &Start,
+    seen: u64,
+    is_over: impl Fn(&Run) -> bool,
+) -> Result<Option<Run>> {
+    let numbers = incarnations(bucket).await?.into_iter().rev().take_while(|number| *number > seen);
+    let (found, damage) = find_among(bucket, numbers, &start.nonce, |_| false).await?;
+    if found.is_some() {
+        return Ok(found);
+    }
+    if let Some(newest) = newest_run(bucket).await?.filter(is_over) {
+        return Err(took_over(newest));
+    }
+    damage.map_or(Ok(None), Err)
 }
 
 /// As [`find_run`], among the starts of these `numbers` up to one that `is_past`. Gives what is wrong with a record, too.

@@ -63,8 +63,8 @@ class Checkpointer(Saver):
         snapshots: Copies of what this rank saves that host memory has room for: 2, one of which is written while the other is on
             its way to the store; or 1, where two do not fit. Then a save has room once the one before it is committed, or
             given up, and a job that is killed while it copies goes on from the store.
-        on_busy: What `step` does while all snapshots are still on their way to the store, or any of those that the job went back
-            from (`restore`): `wait`, or `skip` the save and count it in `skipped`.
+        on_busy: What `step` does while all snapshots are still on their way to the store: `wait`, or `skip` the save and count
+            it in `skipped`.
         on_error: What a save that failed in the background does: `raise` raises it at the next call of `step`, `save_now`,
             `wait` or `close`; `warn` makes it a `CheckpointWarning`, and the training goes on without that step. What the
             handle of a save waits for is raised either way, and so is at once what no later save can mend: a start that took
@@ -240,8 +240,8 @@ class Checkpointer(Saver):
         not at all; the name of a dict, list or module (`model`) means all in it. Random number generators stay as they are.
 
         A job that goes back to a step before its last save, and on from there, may save the steps after it again. It goes on at
-        once; its next save waits (`on_busy`) until what it saved before is committed, or given up, and is from then on another
-        start's. Until newer steps take its place there, the step stays in memory if it was. A step that is saved again counts
+        once, and from its next save on is another start's; what it had saved after that step, and is not committed by then, is
+        given up. Until newer steps take its place there, the step stays in memory if it was. A step that is saved again counts
         instead of the one before. That one is deleted, unless it was pinned: `step="500.2"` is step 500 as
         start 2 of the run saved it (the incarnation in `forebay ckpt ls`).
 
@@ -325,16 +325,12 @@ class Checkpointer(Saver):
         self._past.append(self.restored)
         return found.step
 
-    def _begin_from(self, back: Back, waits: bool) -> bool:
+    def _begin_from(self, back: Back) -> None:
         """Goes on as another start, from where the job went back to. Not before it saves: until then what this start sealed stays
-        in memory, and nobody waits for the store. False where saves of it are under way, on any rank, unless it `waits`."""
-        # No rank begins anew while another one waits for the store.
-        if not self._settle_together(None, may_be_near=False, is_patient=waits):
-            return False
+        in memory, and goes to the store."""
         self._begin_anew(back)
         self._last, self._newest, self._back = None, None, None
         self._ensure_agent()
-        return True
 
     def step(self, step: int, state: Any) -> Optional[Save]:
         """To be called once a step is done; saves if `every` says so. Tells what went wrong with earlier saves (`on_error`).
@@ -533,9 +529,8 @@ class Checkpointer(Saver):
     def _save(self, step: int, state: Any, must: bool = False) -> Optional[Save]:
         """Saves; None where there is no room, unless it `must`: then a save of the step that is there, or on its way, will do."""
         begun, waits = now(), must or self._on_busy == "wait"
-        if self._back is not None and not self._begin_from(self._back, waits):
-            self.skipped += 1
-            return None
+        if self._back is not None:
+            self._begin_from(self._back)
         flattener = Flattener(self._allow_pickle, self._replicated)
         extras: list[tuple[str, str]] = []
         trouble: Optional[Trouble] = None

@@ -148,9 +148,10 @@ class LocalCopies:
             # The agents try again, and tell.
             warn(f"copies on the local disk: {error}")
 
-    def begin_anew(self) -> None:
-        """Goes on with another session."""
+    def begin_anew(self, session: _native.Session, nonce: str) -> None:
+        """Has the agent of a session go on with another start, which went back to an earlier step."""
         self._has_begun = False
+        self.announce(session, nonce)
 
     def announce(self, session: _native.Session, nonce: str) -> None:
         """Has the agent of a session keep copies there."""

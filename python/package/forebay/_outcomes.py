@@ -99,6 +99,12 @@ class Outcomes:
         with self._lock:
             self._tell_no_more({step})
 
+    def leave(self, step: int) -> None:
+        """The job went back to the step: nobody wants to hear what becomes of later ones that are under way."""
+        with self._lock:
+            self._hear()
+            self._pending = [save for save in self._pending if save.step <= step]
+
     def next_warning(self, all_pass: bool = False) -> Optional[str]:
         """A failure that is only warned about, as each is if `all_pass`; each is given once."""
         with self._lock:

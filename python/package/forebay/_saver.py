@@ -142,21 +142,16 @@ class Saver:
             warn(f"a save under way was given up: {error}")
 
     def _begin_anew(self, back: Back) -> None:
-        """Goes on as another start, from where the job went back to, once what this one saved is settled."""
-        self._settle()
-        self._pass_warnings_on()
-        start = back.start
-        # It fails where the store is away, and all is as it was.
-        job = self._begin_job(start, former=self._nonce)
-        self._session.begin_anew(start, back.seen, back.origin)
-        self._start, self._nonce, self._job, self._is_back = start, start[0], None, True
-        if job is not None:
-            self._join(job)
+        """Goes on as another start, from where the job went back to. What was saved after that, and is not in the store, is given
+        up; its slots are free then. The agents take the start's number once the store lets them."""
+        nonce, host, pid, started_ms = self._ranks.first("begin anew", lambda: back.start)
         if self._local is not None:
-            self._local.begin_anew()
-        # It is in the way of the next one.
-        self._await_agent()
-        self._agent = None
+            self._local.begin_anew(self._session, nonce)
+        self._start, self._nonce, self._is_back = (nonce, host, pid, started_ms), nonce, True
+        self._session.begin_anew(self._start, back.seen, back.origin)
+        self._outcomes.leave(back.origin[1])
+        while self._session.is_letting_go:
+            self._listen(TICK_S)
 
     def _make_way(self, ranks: Ranks) -> None:
         """Ends this one for another one of its URL and rank, among these ranks, and tells what becomes of what it sealed.
@@ -429,16 +424,13 @@ class Saver:
         fd, self._agent = start_agent(self._agent_log)
         self._session.connect(fd)
 
-    def _begin_job(self, start: Start, former: Optional[str] = None) -> Optional[str]:
-        """Has rank 0 take one incarnation for all ranks, if there are others; after that of the start with the nonce `former`,
-        and none that came later."""
+    def _begin_job(self, start: Start) -> Optional[str]:
+        """Has rank 0 take one incarnation for all ranks, if there are others."""
         if self._ranks.alone:
             return None
 
         def begin() -> str:
             make_directory(self._url)
-            if former is not None:
-                _native.refuse_if_superseded(self._url, former)
             if self._local is not None:
                 self._local.begin(start[0])
             return _native.begin_job(self._url, *start)
@@ -461,9 +453,9 @@ class Saver:
             self._listen(left)
         return True
 
-    def _settle_together(self, step: Optional[int], may_be_near: bool, is_patient: bool = True) -> bool:
+    def _settle_together(self, step: Optional[int], may_be_near: bool) -> None:
         """Waits until no rank has a save of `step` under way, or any save if that is None; one with a copy on the local disk
-        of each rank, if it is the newest, will do where it `may_be_near`. False where one has, and it is not to wait."""
+        of each rank, if it is the newest, will do where it `may_be_near`."""
         waits = False
 
         def look() -> dict[str, Any]:
@@ -474,9 +466,7 @@ class Saver:
             return {"waits": waits}
 
         while any(word["waits"] for word in self._ranks.gather("settle saves", look)):
-            if not is_patient:
-                return False
-        return True
+            pass
 
     def _listen(self, patience_s: float) -> None:
         """Takes what the agent said; replaces it if it died."""

@@ -62,7 +62,7 @@ async fn hang_at(request: u64) -> Vec<u64> {
         LocalTier { directory: "/unused".into(), keep: 9, ceiling: None, starts, seen: 0, resumes: None };
     let hello = Hello { local: Some(tier), ..hello() };
     let (copies, work) = Copies::new(8);
-    let mut disk = Disk::new(&hello, &trainer, copies.health()).expect("a tier");
+    let mut disk = Disk::new(&hello, &trainer, &copies).expect("a tier");
     disk.local = Some(local.clone());
     let disk = tokio::spawn(disk.do_all(copy(copies.health(), 0).1, work));
     let mut agent = flusher(&bucket, &run, trainer);
@@ -121,11 +121,11 @@ async fn a_copy_that_is_there_is_not_missed() {
         LocalTier { directory: "/unused".into(), keep: 9, ceiling: None, starts, seen: 0, resumes: None };
     let hello = Hello { local: Some(tier), ..hello() };
     let (copies, work) = Copies::new(8);
-    let mut disk = Disk::new(&hello, &trainer, copies.health()).expect("a tier");
+    let mut disk = Disk::new(&hello, &trainer, &copies).expect("a tier");
     disk.local = Some(local.clone());
     faults.script(OperationKind::List, 1, FaultMode::Before);
     let save = sealed(1, 1000);
-    assert!(copies.save(save.held.clone(), slot_of(&save)).is_some());
+    let _copy = copies.save(save.held.clone(), slot_of(&save)).expect("it is wanted");
     drop(copies);
     disk.do_all(copy(&Health::default(), 0).1, work).await;
     assert_eq!(faults.injected(), 1);
@@ -252,7 +252,7 @@ async fn a_step_that_is_brought_home_is_not_deleted_meanwhile() {
         (hello.local, hello.flush_rate) = (Some(tier), std::num::NonZeroU64::new(MIB));
         let (trainer, mut listener) = trainer();
         let (copies, work) = Copies::new(8);
-        let disk = Disk::new(&hello, &trainer, copies.health()).expect("a tier");
+        let disk = Disk::new(&hello, &trainer, &copies).expect("a tier");
         let disk = tokio::spawn(disk.do_all(copy(copies.health(), 0).1, work));
         let clock = Clock::manual();
         let mut agent = Flusher::new(hello, trainer, Some(copies.clone()));
@@ -272,7 +272,7 @@ async fn a_step_that_is_brought_home_is_not_deleted_meanwhile() {
         };
         for step in 2..=3 {
             let save = own(step);
-            assert!(copies.save(save.held.clone(), slot_of(&save)).is_some());
+            let _copy = copies.save(save.held.clone(), slot_of(&save)).expect("it is wanted");
             // The third has no room.
             assert_eq!(is_copied(&mut listener).await, step == 2 || ceiling.is_none());
         }
@@ -289,7 +289,7 @@ async fn a_step_that_is_brought_home_is_not_deleted_meanwhile() {
         assert_eq!(verify(&bucket, None, &|_| {}).await.expect("verify"), []);
         // From then on it is a copy like any other.
         let save = own(4);
-        assert!(copies.save(save.held.clone(), slot_of(&save)).is_some());
+        let _copy = copies.save(save.held.clone(), slot_of(&save)).expect("it is wanted");
         drop(copies);
         disk.await.expect("the disk's task");
         let found = local.look().await.expect("look").steps;

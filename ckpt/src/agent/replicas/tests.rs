@@ -164,7 +164,7 @@ fn what_is_not_what_was_sealed_is_not_kept() {
     let mut rank = Rank::beside(&keeper, 8 << 20);
     assert!(rank.copies(1, 5 << 20));
     let told = |rank: &mut Rank, held: &Held| {
-        rank.send(held).expect("it is known where to");
+        let _copy = rank.send(held).expect("it is known where to");
         let Reply::NotReplicated { .. } = rank.hear() else { panic!("it was kept") };
         match rank.hear() {
             Reply::Warning { message } => message,
@@ -190,7 +190,7 @@ fn what_is_not_what_was_sealed_is_not_kept() {
     );
     let mut held = rank.seal(4, 100);
     held.seal.tensors[0].slices[0].end -= 1;
-    rank.send(&held.sealed_again()).expect("sent");
+    let _copy = rank.send(&held.sealed_again()).expect("sent");
     assert!(matches!(rank.hear(), Reply::NotReplicated { .. }) && rank.is_silent(), "told once");
     assert_eq!(steps(&keeper), [3], "the newest stays, whatever comes to nothing beside it");
 }
@@ -203,7 +203,7 @@ fn a_host_without_memory_keeps_none_and_takes_none() {
     let mut held = rank.seal(1, 100);
     held.seal.size = 1 << 45;
     held.seal.tensors[0].slices[0].end = held.seal.size;
-    rank.send(&held.sealed_again()).expect("sent");
+    let _copy = rank.send(&held.sealed_again()).expect("sent");
     assert!(matches!(rank.hear(), Reply::NotReplicated { .. }));
     let Reply::Warning { message } = rank.hear() else { panic!("it is told") };
     assert!(message.contains("its host has no memory for a copy of 35184372088832 bytes"), "{message}");
