@@ -32,7 +32,7 @@ def refused(place: Path, found: State, match: str) -> None:
     before = values({"model": torch.nn.Module(), **found})
     with pytest.raises(forebay.CheckpointMismatch, match=match) as told:
         forebay.load(place, found)
-    assert "only=" in str(told.value)
+    assert "without=" in str(told.value)
     assert values({"model": torch.nn.Module(), **found}) == before
 
 

@@ -1,4 +1,4 @@
-"""Which step the ranks of a job ask for: the same on all of them."""
+"""Which step, and what of it, the ranks of a job ask for: the same on all of them."""
 
 from __future__ import annotations
 
@@ -26,3 +26,11 @@ def refuse_different(words: Sequence[dict[str, Any]]) -> None:
         more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
         text = f"the ranks ask for different steps: {', '.join(named[:_MOST_NAMED])}{more}"
         raise CheckpointInvalid(f"{text} (hint: ask on one rank and tell the others, or leave step= away)")
+
+
+def refuse_unlike(choices: Sequence[str]) -> None:
+    """Raises `CheckpointInvalid`, on all ranks alike, where these did not choose the same to be restored."""
+    rank = next((rank for rank, choice in enumerate(choices) if choice != choices[0]), None)
+    if rank is not None:
+        text = f"only=, without=, strict= or rename= of rank {rank} differ from those of rank 0"
+        raise CheckpointInvalid(f"{text} (hint: give them alike on all ranks)")

@@ -9,6 +9,7 @@ from typing import Any, Optional, Union
 from . import _native
 from . import _options as options
 from ._checkpointer import Checkpointer
+from ._choice import Names, chosen
 from ._loading import load_step, load_weights, restore_threads, with_step
 from ._url import source_url
 
@@ -51,6 +52,9 @@ def load_model(
     step: Optional[options.StepName] = None,
     name: Optional[str] = None,
     only: Optional[Sequence[str]] = None,
+    without: Sequence[str] = (),
+    strict: bool = True,
+    rename: Optional[Names] = None,
     allow_pickle: bool = False,
 ) -> int:
     """Loads the weights of `model` alone, in place, and reads nothing else; gives the step.
@@ -59,10 +63,10 @@ def load_model(
     beside its tensors, which can run any code.
     """
 
-    wanted = options.only(only)
+    choice = chosen(only, without, strict, rename)
 
     def use(found: _native.Step) -> int:
-        load_weights(found, model, name, wanted, allow_pickle, restore_threads())
+        load_weights(found, model, name, choice, allow_pickle, restore_threads())
         return found.step
 
     return with_step(source_url(url), step, None, use)

@@ -46,6 +46,10 @@ class Restored:
     rdma_bytes: int = 0
     """Bytes that this rank's network card read out of other hosts' memory (RDMA), its own and those that it passed on; what
     else came of other hosts came over TCP."""
+    missing: tuple[str, ...] = ()
+    """With `strict=False`, the names of what the state has and the checkpoint lacked, which was left as it was."""
+    unexpected: tuple[str, ...] = ()
+    """The names of what the checkpoint has and the state lacked, which was not read."""
 
     def as_dict(self) -> dict[str, Any]:
         """The same, as plain data."""

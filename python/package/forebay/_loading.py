@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fnmatch
 import json
 import os
 from collections.abc import Container, Iterable, Sequence
 from functools import partial
 from typing import Any, Callable, Iterator, Optional, Protocol, TypeVar
 
-from . import _native
+from . import _asked, _native
 from . import _options as options
+from ._choice import HINT, Choice
 from ._errors import (
     CheckpointConflict,
     CheckpointCorrupt,
@@ -24,12 +24,13 @@ from ._errors import (
 from ._garbage import uncollected
 from ._grammar import check_tree
 from ._keyed import KEYED
-from ._merge import MARK, Path, left_by_all, merged, rename, tag_of, tensor_names
+from ._merge import MARK, Path, left_by_all, merged, rename, shown, tag_of, tensor_names
 from ._ranks import Ranks, use_together
 from ._place import Placer, named_parts
 from ._tensors import IN_PART, NOBODY, Node, Tensors
 from ._together import read_shared
 from ._unflatten import Builder
+from ._wrappers import bare
 
 T = TypeVar("T")
 
@@ -220,15 +221,16 @@ def load_step(
     threads: int,
     ranks: Optional[Ranks] = None,
     with_rng: bool = False,
-    only: Optional[Sequence[str]] = None,
+    choice: Optional[Choice] = None,
 ) -> tuple[Any, Optional[dict[str, Any]]]:
     """The state of a step, put in place into `into` if that is given, and its random number generators.
 
     Those are None where the step has none of this rank's or they are not asked for. What each rank has of its own is
     taken from the rank of the same number, modulo how many saved; where that does not fit on every rank, all goes by
-    names. With `only`, of `into` what has such names.
+    names. Of `into` what is chosen is put in place.
     """
 
+    choice = choice or Choice()
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     source = rank % step.world_size
     tried: list[Placer] = []
@@ -242,7 +244,7 @@ def load_step(
         builder = Builder(tensors, allow_pickle)
         # Of a job of another size, what a rank has nothing of may be what another one had.
         fills = tree.left is None and step.world_size == world_size
-        placer = None if into is None else Placer(builder, into, only, fills)
+        placer = None if into is None else Placer(builder, into, choice, fills)
         if placer is not None:
             tried.append(placer)
             placer.plan(tree.node, tree.left)
@@ -255,7 +257,7 @@ def load_step(
     def fit() -> _Plan:
         if into is None:
             return plan(_Tree(*whole_tree(step, source)))
-        return _fitting(step, ranks, source, plan, only)
+        return _fitting(step, ranks, source, plan, choice)
 
     try:
         found = read_planned(step, ranks, fit)
@@ -265,6 +267,7 @@ def load_step(
         raise
     if found.placer is not None:
         found.placer.apply()
+        choice.note(found.placer.missing, found.placer.unexpected, tells=rank == 0)
     state = found.builder.build(found.tree) if found.placer is None else into
     return state, found.builder.build(found.generators)
 
@@ -274,7 +277,7 @@ def load_weights(
     step: _native.Step,
     model: Any,
     name: Optional[str],
-    only: Optional[Sequence[str]],
+    choice: Choice,
     allow_pickle: bool,
     threads: int,
     ranks: Optional[Ranks] = None,
@@ -295,7 +298,7 @@ def load_weights(
             raise CheckpointMismatch(f"step {step.step} holds {what} (hint: name= says which; its modules: {known})")
         tensors = Tensors(step, threads, tree.rank)
         builder = Builder(tensors, allow_pickle)
-        placer = Placer(builder, model, only)
+        placer = Placer(builder, model, choice)
         placer.plan_model(node, tree.left)
         builder.refuse_pickles(placer.needed)
         tensors.want(placer.needed)
@@ -305,9 +308,10 @@ def load_weights(
         return next((found for found, _ in _modules(tree, "")), "") if name is None else name
 
     source = 0 if ranks is None else ranks.rank % step.world_size
-    placer = read_planned(step, ranks, lambda: _fitting(step, ranks, source, plan, only, called)).placer
+    placer = read_planned(step, ranks, lambda: _fitting(step, ranks, source, plan, choice, called)).placer
     if placer is not None:
         placer.apply()
+        choice.note(placer.missing, placer.unexpected, tells=ranks is None or ranks.rank == 0)
 
 
 def load_rest(step: _native.Step, skipped: Sequence[str], rank: int = 0, allow_pickle: bool = False) -> dict[str, Any]:
@@ -349,14 +353,15 @@ def _fitting(
     ranks: Optional[Ranks],
     source: int,
     plan: Callable[[_Tree], _Plan],
-    only: Optional[Sequence[str]],
+    choice: Choice,
     within: Callable[[Node], str] = lambda tree: "",
 ) -> _Plan:
     """A plan by what the rank `source` saved, with a warning of what ranks had not alike where others are there now; where that
     does not fit on every rank, by names from what all saved.
 
-    By names each rank takes what it asks for, and all together everything, unless a part alone is wanted: patterns of names,
-    which are those within the part of the tree that `within` names.
+    By names each rank takes what it asks for, and all together everything, unless a part alone is wanted, by names within the
+    part of the tree that `within` names. Where the two need not be alike, what is missing in what one rank saved is none that
+    others did. Raises `CheckpointInvalid` where the ranks do not choose alike.
     """
     made: list[_Plan] = []
     failure: Optional[CheckpointMismatch] = None
@@ -368,17 +373,21 @@ def _fitting(
             if planned.placer is not None and step.world_size != world_size:
                 for place in meant_otherwise(step, planned.placer.numbered):
                     raise CheckpointMismatch(f"{place} {MEANT_OTHERWISE}")
+            missing = [] if planned.placer is None else planned.placer.missing
+            if missing and step.world_size > 1 and _others_have(step, missing, choice, within):
+                raise CheckpointMismatch(f"what rank {source} saved lacks {missing[0]!r}, which others have")
             made.append(planned)
         except CheckpointMismatch as error:
             failure = error
-        return {"fits": failure is None}
+        return {"fits": failure is None, "choice": choice.told()}
 
     is_alone = ranks is None or ranks.alone
     world_size = 1 if ranks is None else ranks.world_size
     words = [try_own()] if ranks is None else ranks.gather("compare the state", try_own)
+    _asked.refuse_unlike([word["choice"] for word in words])
     if all(word["fits"] for word in words):
         if ranks is None or ranks.rank == 0:
-            _tell_taken(step, world_size, within, only)
+            _tell_taken(step, world_size, within, choice)
         return made.pop()
     if failure is not None and is_alone and step.world_size == 1:
         raise failure
@@ -390,14 +399,42 @@ def _fitting(
         return {"left": left}
 
     words = [try_names()] if ranks is None else ranks.gather("look for names", try_names)
-    nobodys = left_by_all([[tuple(path) for path in word["left"]] for word in words])
-    if nobodys and only is None:
-        raise CheckpointMismatch(f"the state lacks what was saved, on every rank: {', '.join(nobodys[:5])}")
-    return made.pop()
+    paths = [[tuple(path) for path in word["left"] if choice.means(_name_of(path))] for word in words]
+    nobodys = left_by_all(paths)
+    if nobodys and choice.only is None and choice.strict:
+        text = f"the state lacks what was saved, on every rank: {', '.join(map(shown, nobodys[:5]))}"
+        raise CheckpointMismatch(f"{text} ({HINT})")
+    found = made.pop()
+    if found.placer is not None and choice.only is None:
+        found.placer.unexpected += map(_name_of, nobodys)
+    return found
+
+
+def _name_of(path: Sequence[Any]) -> str:
+    """What is at a place, as patterns name it."""
+    return ".".join(map(str, path[1:]))
+
+
+def _others_have(step: _native.Step, missing: Sequence[str], choice: Choice, within: Callable[[Node], str]) -> bool:
+    """Whether any rank saved what has one of these names."""
+    tree = _merged(step, range(step.world_size), first_counts=True)[0]
+    root = within(tree)
+    prefix = f"{root}." if root else ""
+    known = {bare(name.removeprefix(prefix)) for name in _names(tree, "")}
+    return any(bare(one) in known for name in missing for one in (name, choice.saved_name(name)))
+
+
+def _names(node: Node, name: str) -> Iterator[str]:
+    """The names of all that a tree has."""
+    yield name
+    if tag_of(node) == "object":
+        node = node["v"]
+    for below, part in named_parts(node, name):
+        yield from _names(part, below)
 
 
 def _tell_taken(
-    step: _native.Step, world_size: int, within: Callable[[Node], str], only: Optional[Sequence[str]]
+    step: _native.Step, world_size: int, within: Callable[[Node], str], choice: Choice
 ) -> None:
     """Warns of what each rank that saved had as its own and not as others, where other ranks take it by their numbers."""
     saved = step.world_size
@@ -407,7 +444,7 @@ def _tell_taken(
     tree = _merged(step, range(saved))[0]
     root = within(tree)
     marks = [(name.removeprefix(root).removeprefix("."), path) for name, path in _marks(tree, "") if _lies_in(name, root)]
-    places = [path for name, path in marks if only is None or _is_meant(name, only)]
+    places = [path for name, path in marks if choice.means(name)]
     if places:
         named = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
         took = "each takes what the rank of its number had"
@@ -430,13 +467,6 @@ def _marks(node: Node, name: str) -> Iterator[tuple[str, str]]:
 
 def _lies_in(name: str, root: str) -> bool:
     return not root or f"{name}.".startswith(f"{root}.")
-
-
-def _is_meant(name: str, only: Sequence[str]) -> bool:
-    """Whether patterns mean what has that name, or something that it lies in."""
-    parts = name.split(".")
-    around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
-    return any(fnmatch.fnmatchcase(one, pattern) for one in around for pattern in only)
 
 
 MEANT_OTHERWISE = "goes by numbers, of which ranks mean other parameters by each: that they fit is chance"

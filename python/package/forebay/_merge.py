@@ -77,15 +77,15 @@ def asked(node: Node, live: Any, known: Known, left: list[Path], path: Path = ("
     return found if isinstance(node, list) else {**node, "v": found}
 
 
-def left_by_all(left: Sequence[Sequence[Path]]) -> list[str]:
-    """What every rank leaves, as people read it, from what each of them does: the place itself, or one that it lies in."""
+def left_by_all(left: Sequence[Sequence[Path]]) -> list[Path]:
+    """What every rank leaves, from what each of them does: the place itself, or one that it lies in."""
     known = [set(paths) for paths in left]
     found = sorted({path for paths in left for path in paths}, key=shown)
 
     def leaves(paths: set[Path], path: Path) -> bool:
         return any(path[:length] in paths for length in range(1, len(path) + 1))
 
-    return [shown(path) for path in found if all(leaves(paths, path) for paths in known)]
+    return [path for path in found if all(leaves(paths, path) for paths in known)]
 
 
 def shown(path: Path) -> str:

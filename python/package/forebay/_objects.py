@@ -48,6 +48,7 @@ class Pairs:
         self._parameters = [frozenset(map(id, module.parameters())) for module in self._modules]
         self._optimizers = [value for value in found if isinstance(value, torch.optim.Optimizer)]
         self._made: list[Any] = []
+        self._kept: dict[int, list[str]] = {}
 
     def module_of(self, optimizer: Any) -> Optional[Any]:
         """The first module that has all of the optimizer's parameters."""
@@ -62,6 +63,16 @@ class Pairs:
         if not optimizer.state:
             self._made.append(optimizer)
         return state_by_names(module, optimizer)
+
+    def keep(self, optimizer: Any, names: list[str]) -> None:
+        """Has an optimizer keep what it has of parameters of those names, which it is not given. What was made to be filled is
+        none of it."""
+        is_made = any(optimizer is one for one in self._made)
+        self._kept[id(optimizer)] = [] if is_made else names
+
+    def kept(self, optimizer: Any) -> list[str]:
+        """The names of parameters whose state an optimizer keeps."""
+        return self._kept.get(id(optimizer), [])
 
     def unmake(self) -> None:
         """Takes state away that was made to be filled, and is not."""
@@ -180,7 +191,7 @@ def give_state(value: Any, kind: str, state: Any, pairs: Pairs) -> None:
         module = pairs.module_of(value)
         if module is None:
             raise ValueError(APART)
-        give_by_names(module, value, state)
+        give_by_names(module, value, state, pairs.kept(value))
     elif kind == "optimizer-own":
         load_exactly(value, state)
     else:

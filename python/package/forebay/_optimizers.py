@@ -12,6 +12,7 @@ import contextlib
 import copy
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any, Iterator
 
 from ._leaf import torch_module
@@ -98,8 +99,9 @@ def state_by_names(module: Any, optimizer: Any) -> dict[str, Any]:
     return {"state": {}, "param_groups": groups}
 
 
-def give_by_names(module: Any, optimizer: Any, state: Any) -> None:
-    """Gives an optimizer its state, and none to parameters that had none: those that no step had changed yet."""
+def give_by_names(module: Any, optimizer: Any, state: Any, kept: Sequence[str] = ()) -> None:
+    """Gives an optimizer its state, and none to parameters that had none: those that no step had changed yet. Those that are
+    `kept` have what they have."""
     torch = torch_module()
     called = names(module)
     groups = _regrouped(optimizer, called, state["param_groups"])
@@ -111,6 +113,9 @@ def give_by_names(module: Any, optimizer: Any, state: Any) -> None:
     ordered = [name for group in groups for name in group["params"]]
     numbers = {name: number for number, name in enumerate(ordered)}
     own = {numbers[name]: value for name, value in state["state"].items() if name in numbers}
+    by_name = {name: parameter for parameter, those in called.items() for name in those}
+    has = {name: optimizer.state[by_name[name]] for name in kept if by_name.get(name) in optimizer.state}
+    own.update({numbers[name]: value for name, value in has.items() if name in numbers})
     for group in groups:
         group["params"] = [numbers[name] for name in group["params"]]
     with torch.no_grad():

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import fnmatch
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Callable, Iterator, Optional
 
+from ._choice import APART_HINT, HINT, SHAPE_HINT, Choice
 from ._errors import CheckpointMismatch
 from ._keyed import FACTORIES, KEYED, TAGS, is_data
 from ._leaf import (
@@ -30,9 +31,10 @@ from ._leaf import (
 from ._merge import MARK, Path, asked, goes_by_number, is_numbered, refuse_mark, shown, tag_of, tensor_names
 from ._modules import Module, is_extra
 from ._objects import Pairs, give_state, is_stateful, state_of
-from ._optimizers import tells_copies
+from ._optimizers import names, tells_copies
 from ._place_optimizer import OptimizerPlacer, taken
 from ._place_own import OwnPlacer
+from ._renamed import Renamer
 from ._tensors import IN_PART, Node
 from ._unflatten import Builder
 from ._wrappers import fitted
@@ -41,28 +43,31 @@ from ._wrappers import fitted
 class Placer:
     """Plans how a tree goes into a live state, and then does it.
 
-    `plan` changes nothing; it raises `CheckpointMismatch` at the first place where the two differ in shape. With `only`,
-    patterns of names, everything else is left as it is, on both sides. Where it `fills`, what the state has nothing of yet
-    (None, an empty dict or list) becomes what was saved there.
+    `plan` changes nothing; it raises `CheckpointMismatch` at the first place where the two differ in shape. What is not
+    chosen is left as it is, on both sides. Where it `fills`, what the state has nothing of yet (None, an empty dict or list)
+    becomes what was saved there.
     """
 
-    def __init__(
-        self, builder: Builder, state: Any, only: Optional[Sequence[str]] = None, fills: bool = False
-    ) -> None:
+    def __init__(self, builder: Builder, state: Any, choice: Choice, fills: bool = False) -> None:
         self._builder = builder
         self._tensors = builder.tensors
         self._state = state
-        self._only = only
+        self._choice = choice
+        self._only = choice.only
         self._is_within = False
         """Whether what is compared lies in something that is to be restored as a whole."""
         self._fills = fills
-        self._unmatched = set(only or ())
+        self._unmatched = set(choice.patterns)
+        self.missing: list[str] = []
+        """What the state has and the tree lacks, by its names, where it need not."""
+        self.unexpected: list[str] = []
+        """What the tree has and the state lacks, by its names."""
         self.numbered: list[str] = []
         """Places of what was planned that go by numbers of parameters, which mean others on each rank of a job."""
         self.needed: list[Node] = []
         """Parts of the tree that `apply` builds."""
         self._pairs = Pairs(state)
-        self._optimizers = OptimizerPlacer(builder, self._pairs)
+        self._optimizers = OptimizerPlacer(builder, self._pairs, choice, self._leaves, self.missing, self.unexpected)
         self._own = OwnPlacer(builder, self._pairs)
         self._places: dict[Any, tuple[Node, str]] = {}
         """What was planned to be put into memory, and where."""
@@ -76,6 +81,7 @@ class Placer:
 
     def plan(self, node: Node, left: Optional[list[Path]] = None) -> None:
         """Compares the tree with the live state. With `left`, a list, the tree may have more, which is noted there."""
+        node = self._as_called(node)
         if left is not None:
             self._match_all(node, "")
             node = asked(node, self._state, self._known, left)
@@ -88,18 +94,29 @@ class Placer:
 
     def plan_model(self, node: Node, left: Optional[list[Path]] = None) -> None:
         """As `plan`, of a module's weights alone: the tree is a module's, or a dict of tensors."""
+        node = self._as_called(node)
         if left is not None:
             self._match_all(node["v"] if node["t"] == "object" else node, "")
             node = asked(node, self._state, self._known, left, ("model",))
         tree = node["v"] if node["t"] == "object" else fitted(node, self._state, self._names_of)
-        if not self._place_module(tree, self._state, "model", ""):
-            self._objects.append(("model", self._state, "module", tree))
-            self.needed.append(tree)
+        self._give(self._place_module(tree, self._state, "model", ""), self._state, "module", "model")
         self._check_matched()
 
     def drop(self) -> None:
         """For a plan that comes to nothing: takes back what was made for it."""
         self._pairs.unmake()
+
+    def _as_called(self, node: Node) -> Node:
+        """The tree with the names that the state has."""
+        return node if self._choice.rename is None else Renamer(self._choice, self._own_names).renamed(node, self._state)
+
+    def _own_names(self, live: Any) -> Optional[Iterable[str]]:
+        """The names of a module's tensors, or of an optimizer's parameters."""
+        torch = torch_module()
+        if not isinstance(live, torch.optim.Optimizer):
+            return list(self._names_of(live))
+        module = self._pairs.module_of(live)
+        return None if module is None else [name for called in names(module).values() for name in called]
 
     def _names_of(self, module: Any) -> Any:
         return state_of(module, self._pairs)[1].keys()
@@ -110,11 +127,14 @@ class Placer:
         is_module = torch is not None and isinstance(live, torch.nn.Module)
         # An optimizer's state is made where there is none yet.
         is_wanted = is_module or self._wants_any(node, name) or any(map(self._wants, around))
-        return taken(live, self._pairs, shown(path)) if is_wanted else None
+        if not is_wanted:
+            return None
+        kind, state = taken(live, self._pairs, shown(path))
+        return kind, self._optimizers.lessened(state, node, name) if kind == "optimizer" else state
 
     def _match_all(self, node: Node, name: str) -> None:
         """Notes which patterns name anything in a tree, of which the live state may lack that."""
-        if self._only is not None:
+        if self._choice.patterns:
             state = node["v"] if isinstance(node, dict) and node.get("t") == "object" else node
             for below, part in named_parts(state, name):
                 self._wants(below)
@@ -122,10 +142,19 @@ class Placer:
 
     def _check_matched(self) -> None:
         if self._unmatched:
-            raise CheckpointMismatch(f"nothing is named like {', '.join(sorted(self._unmatched))}")
+            hint = "hint: what is in a part of a module is named like 'model.head.*'"
+            raise CheckpointMismatch(f"nothing is named like {', '.join(sorted(self._unmatched))} ({hint})")
+
+    def _leaves(self, name: str) -> bool:
+        """Whether what has that name is left out, with all that is in it."""
+        matching = self._choice.leaves(name) if self._choice.without else ()
+        self._unmatched.difference_update(matching)
+        return bool(matching)
 
     def _wants(self, name: str) -> bool:
         """Whether what has that name is to be restored."""
+        if self._leaves(name):
+            return False
         if self._only is None:
             return True
         matching = {pattern for pattern in self._only if fnmatch.fnmatchcase(name, pattern)}
@@ -134,6 +163,8 @@ class Placer:
 
     def _wants_any(self, node: Node, name: str) -> bool:
         """Whether anything in a tree is to be restored."""
+        if self._leaves(name):
+            return False
         if self._only is None or self._wants(name):
             return True
         if isinstance(node, dict) and node.get("t") == "object":
@@ -240,15 +271,19 @@ class Placer:
         if goes_by_number(kind):
             self.numbered.append(path)
         if kind == "module":
-            if self._place_module(tree, live, path, name):
-                return
+            tree = self._place_module(tree, live, path, name)
         elif kind in ("optimizer", "optimizer-own"):
-            self._optimizers.place(kind, tree, live, path)
+            tree = self._optimizers.place(kind, tree, live, path, name)
         else:
             _refuse_meta_module(live, path)
             self._own.place(tree, live, path)
-        self._objects.append((path, live, kind, tree))
-        self.needed.append(tree)
+        self._give(tree, live, kind, path)
+
+    def _give(self, tree: Optional[Node], live: Any, kind: str, path: str) -> None:
+        """Has an object given its state, unless there is none to be given."""
+        if tree is not None:
+            self._objects.append((path, live, kind, tree))
+            self.needed.append(tree)
 
     def _as_object(self, node: Node, live: Any, path: str) -> Node:
         """A dict that was saved as such, for one through torch.distributed.checkpoint, as the state of an object."""
@@ -271,52 +306,99 @@ class Placer:
             node = {"t": "dict", "v": [["state", {"t": "dict", "v": numbered}], ["param_groups", groups]]}
         return {"t": "object", "k": kind, "v": node}
 
-    def _place_module(self, node: Node, live: Any, path: str, name: str) -> bool:
-        """Binds a module's tensors; whether that is all that is to be restored of it.
+    def _place_module(self, node: Node, live: Any, path: str, name: str) -> Optional[Node]:
+        """Binds a module's tensors; gives what of its state it has to be given yet, if any.
 
         torch finds a module's mismatches only while it loads; they are found before anything is changed.
         """
         torch = torch_module()
         if torch is None or not isinstance(live, torch.nn.Module):
             raise _mismatch(path, "a torch module", live)
-        saved = self._builder.items(node["v"])
-        has = state_of(live, self._pairs)[1]
+        all_saved = self._builder.items(node["v"])
+        saved, has = self._chosen_of(all_saved, state_of(live, self._pairs)[1], name)
         is_part = self._only is not None and not self._wants(f"{name}.")
-        if is_part and tells_copies(live):
+        if (is_part or saved.keys() != all_saved.keys()) and tells_copies(live):
             raise CheckpointMismatch(f"{path}: a module of FSDP1 is restored as a whole only")
-        if is_part:
-            saved = {key: value for key, value in saved.items() if self._wants(_join(name, key))}
-            has = {key: value for key, value in has.items() if self._wants(_join(name, key))}
-        for what, keys in _differences(saved, has):
-            raise CheckpointMismatch(f"{path}: {what} {keys}")
+        saved, has = self._common(saved, has, path, name, is_module=True)
         module = Module(live)
         is_all = not module.loads
         for key, value in saved.items():
-            place, told, way = f"{path}.{key}", has[key], module.way(key, has[key])
-            is_tensor = isinstance(value, dict) and value.get("t") == "tensor"
-            if is_tensor and isinstance(told, torch.Tensor) and not is_extra(key):
-                if module.keeps_shape(key, told):
-                    self._check_shape(value, told, place)
-                refuse_meta(told, place)
-                if module.is_own(key, told):
-                    # Copies are of another memory each time that they are told.
-                    self._check_tied(value, told, place)
-            if is_part and not module.is_own(key, told):
-                refuse_mark(value)
-                raise CheckpointMismatch(f"{place}: {WHOLE_ONLY}")
-            bind = self._bind_aside if way == "aside" and not is_part else self._bind
-            is_bound = is_tensor and bind(value, told)
-            if is_tensor and not is_bound:
-                _refuse_whole(told, place)
-            if is_part and not is_bound:
-                self._copy_entry(value, told, place)
-            is_all = is_all and is_bound and way == "in place"
-        return is_all or is_part
+            is_bound, is_done = self._place_entry(module, value, has[key], f"{path}.{key}", key, is_part)
+            is_all = is_all and is_bound and is_done
+        if is_all or is_part or (all_saved and not saved):
+            return None
+        return {**node, "v": [pair for pair in node["v"] if type(pair[0]) is str and pair[0] in saved]}
+
+    def _place_entry(self, module: Module, value: Node, told: Any, place: str, key: str, is_part: bool) -> tuple[bool, bool]:
+        """Binds one tensor of a module, which tells that of it; whether it is bound, and whether the module has it then."""
+        torch = torch_module()
+        way = module.way(key, told)
+        is_tensor = isinstance(value, dict) and value.get("t") == "tensor"
+        if is_tensor and isinstance(told, torch.Tensor) and not is_extra(key):
+            if module.keeps_shape(key, told):
+                self._check_shape(value, told, place)
+            refuse_meta(told, place)
+            if module.is_own(key, told):
+                # Copies are of another memory each time that they are told.
+                self._check_tied(value, told, place)
+        if is_part and not module.is_own(key, told):
+            refuse_mark(value)
+            raise CheckpointMismatch(f"{place}: {WHOLE_ONLY}")
+        bind = self._bind_aside if way == "aside" and not is_part else self._bind
+        is_bound = is_tensor and bind(value, told)
+        if is_tensor and not is_bound:
+            _refuse_whole(told, place)
+        if is_part and not is_bound:
+            self._copy_entry(value, told, place)
+        return is_bound, way == "in place"
+
+    def _chosen_of(
+        self, saved: dict[Any, Node], has: dict[Any, Any], name: str
+    ) -> tuple[dict[Any, Node], dict[Any, Any]]:
+        """Of what a module's state and the tree have what is chosen."""
+        if not self._choice.patterns:
+            return saved, has
+        is_whole = self._wants(f"{name}.")
+
+        def wants(key: Any) -> bool:
+            called = _join(name, str(key))
+            return not self._leaves(called) if is_whole else self._wants(called)
+
+        return {key: saved[key] for key in saved if wants(key)}, {key: has[key] for key in has if wants(key)}
+
+    def _common(
+        self, saved: dict[Any, Node], has: dict[Any, Any], path: str, name: str, is_module: bool = False
+    ) -> tuple[dict[Any, Node], dict[Any, Any]]:
+        """What both sides have. Raises `CheckpointMismatch` where one has more, unless that may be; and in any case where they
+        have nothing in common that is all of the state, or a module."""
+        if is_module:
+            # Who has no such state, and who tells that there is nothing in it, mean the same.
+            saved = {key: one for key, one in saved.items() if key in has or not (is_extra(key) and self._is_nothing(one))}
+            has = {key: one for key, one in has.items() if key in saved or not (is_extra(key) and is_nothing(one))}
+        found = dict(_differences(saved, has))
+        if not found:
+            return saved, has
+        if self._choice.strict:
+            what, keys = next(iter(found.items()))
+            raise CheckpointMismatch(f"{path}: {what} {keys} ({HINT})")
+        common = [key for key in saved if key in has]
+        if has and not common and (is_module or not name):
+            told = "; ".join(f"{what} {keys}" for what, keys in found.items())
+            raise CheckpointMismatch(f"{path}: nothing of it was saved under its names: {told} ({APART_HINT})")
+        self.missing += [_join(name, str(key)) for key in has if key not in saved and not is_empty(has[key])]
+        self.unexpected += [_join(name, str(key)) for key in saved if key not in has]
+        return {key: saved[key] for key in common}, {key: has[key] for key in common}
+
+    def _is_nothing(self, node: Node) -> bool:
+        """As `is_nothing`, of a part of the tree."""
+        if tag_of(node) == "tensor":
+            return 0 in self._tensors.shape(node)
+        return not node.get("v", True) if isinstance(node, dict) else is_nothing(node)
 
     def _check_shape(self, node: Node, live: Any, path: str) -> None:
         shape, live_shape = self._tensors.shape(node), shape_of(live)
         if shape != live_shape:
-            raise CheckpointMismatch(f"{path}: {shape} was saved, the state has {live_shape}")
+            raise CheckpointMismatch(f"{path}: {shape} was saved, the state has {live_shape} ({SHAPE_HINT})")
 
     def _check_tied(self, node: Node, live: Any, path: str) -> None:
         """Whether what is one tensor in the state was one, or several alike: of others the last one read would stay."""
@@ -364,7 +446,7 @@ class Placer:
         _check_factory(node, live, path)
         saved = self._builder.items(node["v"])
         has, are_data = live, is_data(node) and TAGS.get(type(live)) == node["t"]
-        if self._only is not None:
+        if self._choice.patterns:
             saved = {key: value for key, value in saved.items() if self._wants_any(value, _join(name, str(key)))}
             has = {key: value for key, value in live.items() if key in saved or self._wants(_join(name, str(key)))}
         if self._is_blank(live):
@@ -378,8 +460,7 @@ class Placer:
                 {key: value for key, value in saved.items() if key in has},
                 {key: value for key, value in has.items() if key in saved or _has_parts(value)},
             )
-        for what, keys in _differences(saved, has):
-            raise CheckpointMismatch(f"{path}: {what} {keys}")
+        saved, _ = self._common(saved, has, path, name)
         if is_numbered(saved.items()):
             self.numbered.append(path)
         for key, value in saved.items():
@@ -409,7 +490,7 @@ class Placer:
             self._copies.append(partial(_set, live, slice(None), whole))
             return None
         if len(parts) != len(live):
-            raise CheckpointMismatch(f"{path}: {len(parts)} entries were saved, the state has {len(live)}")
+            raise CheckpointMismatch(f"{path}: {len(parts)} entries were saved, the state has {len(live)} ({SHAPE_HINT})")
         makes = [
             self._place(part, live[index], f"{path}[{index}]", _join(name, str(index)))
             for index, part in enumerate(parts)
@@ -430,7 +511,7 @@ class Placer:
         dtype, shape, live_shape = self._tensors.entry(node["n"])[1], self._tensors.shape(node), shape_of(live)
         if shape != live_shape or f"torch.{dtype}" != str(live.dtype):
             saved = f"torch.{dtype} {shape}"
-            raise CheckpointMismatch(f"{path}: {saved} was saved, the state has {live.dtype} {live_shape}")
+            raise CheckpointMismatch(f"{path}: {saved} was saved, the state has {live.dtype} {live_shape} ({SHAPE_HINT})")
         refuse_meta(live, path)
         self._own.note(live)
         is_plain = local_parts(live) is None and live.layout is torch.strided
@@ -455,7 +536,8 @@ class Placer:
         _, dtype, shape = self._tensors.entry(node["n"])
         if shape != list(live.shape) or dtype != live.dtype.name or array_dtype(live) is None:
             saved = f"{dtype} {shape}"
-            raise CheckpointMismatch(f"{path}: {saved} was saved, the state has {live.dtype} {list(live.shape)}")
+            has = f"{live.dtype} {list(live.shape)}"
+            raise CheckpointMismatch(f"{path}: {saved} was saved, the state has {has} ({SHAPE_HINT})")
         if not live.flags.writeable:
             raise CheckpointMismatch(f"{path}: the array is read-only")
         if not self._tensors.bind(node, live):
@@ -511,6 +593,15 @@ def _has_parts(live: Any) -> bool:
 def is_empty(value: Any) -> bool:
     """Whether a value is an empty dict."""
     return isinstance(value, dict) and not value
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether what torch calls extra state of a module says nothing: None, an empty text or dict, or, as TransformerEngine's
+    modules tell where they have none, a tensor without elements."""
+    torch = torch_module()
+    if torch is not None and isinstance(value, torch.Tensor):
+        return bool(value.numel() == 0)
+    return value is None or (isinstance(value, (bytes, bytearray, str, dict, list, tuple)) and not value)
 
 
 def torch_like(value: Any) -> bool:

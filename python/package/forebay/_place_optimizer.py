@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
+from ._choice import HINT, SHAPE_HINT, Choice
 from ._errors import CheckpointError, CheckpointMismatch
 from ._keyed import pairs_of
-from ._leaf import local_parts, refuse_meta, torch_dtype, torch_module
+from ._leaf import local_parts, refuse_meta, shape_of, torch_dtype, torch_module
 from ._merge import Groups, differing_option, goes_by_number, groups_of, tag_of
 from ._objects import APART, Pairs, state_to_fill
 from ._optimizers import names, tells_copies, underneath
@@ -23,21 +24,34 @@ from ._unflatten import Builder
 BY_OPTION = frozenset(("max_exp_avg_sq", "momentum_buffer", "grad_avg"))
 """What torch's optimizers have of a parameter where an option says so, which the groups that were saved bring along."""
 
-WITHOUT = "hint: Checkpointer.restore(only=) brings back the rest, and an optimizer that is left out begins anew"
+WITHOUT = "hint: Checkpointer.restore(without=) brings back the rest, and an optimizer that is left out begins anew"
 """What to do about an optimizer that is not the one that was saved."""
 
 
 class OptimizerPlacer:
     """Plans how the states of optimizers go into live ones."""
 
-    def __init__(self, builder: Builder, pairs: Pairs) -> None:
+    def __init__(
+        self,
+        builder: Builder,
+        pairs: Pairs,
+        choice: Choice,
+        leaves: Callable[[str], bool],
+        missing: list[str],
+        unexpected: list[str],
+    ) -> None:
         self._builder = builder
         self._tensors = builder.tensors
         self._pairs = pairs
+        self._choice = choice
+        self._leaves = leaves
+        self._missing = missing
+        self._unexpected = unexpected
         self._bound: set[int] = set()
 
-    def place(self, kind: str, tree: Node, live: Any, path: str) -> None:
-        """Binds the tensors of an optimizer's state. Raises `CheckpointMismatch` where the live one is not like it."""
+    def place(self, kind: str, tree: Node, live: Any, path: str, name: str) -> Node:
+        """Binds the tensors of an optimizer's state, and gives what of it is to be given. Raises `CheckpointMismatch` where the
+        live one is not like it."""
         torch = torch_module()
         is_optimizer = torch is not None and isinstance(live, torch.optim.Optimizer)
         module = self._pairs.module_of(live) if is_optimizer else None
@@ -52,7 +66,7 @@ class OptimizerPlacer:
                 self._check_class(tree, live, has, path)
                 self._bind_there(tree, has)
                 self._bind_made(tree, has, parameters, path)
-            return
+            return tree
         if not is_optimizer:
             raise CheckpointMismatch(f"{path}: a torch optimizer was saved, the state has a {type(live).__name__}")
         if module is None:
@@ -63,13 +77,77 @@ class OptimizerPlacer:
         own = {} if tells_copies(module) else named
         groups = groups_of(tree)
         if groups is not None:
-            _check_names(groups, has, own, path)
+            tree, has, kept = self._chosen_of(tree, groups, has, name)
+            kept += self._note_others(groups, tree, has, own, name, path)
+            if kept and tells_copies(module):
+                raise CheckpointMismatch(f"{path}: an optimizer of FSDP1 is restored as a whole only")
+            self._pairs.keep(live, kept)
             self._check_class(tree, live, has, path)
-            self._check_lost(groups, tree, has, own, path)
             _check_order(groups, has, live, path)
             self._check_options(groups, has, path)
+            self._check_shapes(tree, has, own, path)
         self._bind_there(tree, has)
         self._bind_made(tree, has, own, path)
+        return tree
+
+    def lessened(self, has: Any, node: Node, name: str) -> Any:
+        """Of an optimizer's state by names what is asked for of a tree: nothing that is left out, nor, where the two may differ,
+        parameters that the tree knows not."""
+        groups = groups_of(node["v"] if tag_of(node) == "object" else node)
+        if groups is None or (self._choice.strict and not self._choice.without):
+            return has
+        known = {called for names, _ in groups for called in names}
+
+        def is_asked(called: str) -> bool:
+            return not self._leaves(f"{name}.state.{called}") and (self._choice.strict or called in known)
+
+        found = [{**group, "params": list(filter(is_asked, group["params"]))} for group in has["param_groups"]]
+        kept = [group for group, was in zip(found, has["param_groups"]) if group["params"] or not was["params"]]
+        state = {called: own for called, own in has["state"].items() if is_asked(called)}
+        return {**has, "state": state, "param_groups": kept}
+
+    def _chosen_of(self, tree: Node, groups: Groups, has: Any, name: str) -> tuple[Node, Any, list[str]]:
+        """What is chosen of the state that was saved and of the live one, and the names of what is left out of both."""
+        if not self._choice.without:
+            return tree, has, []
+        pairs = dict(tree["v"])
+        called = {one for names, _ in groups for one in names} | {one for group in has["param_groups"] for one in group["params"]}
+        kept = sorted(one for one in called if self._leaves(f"{name}.state.{one}"))
+        state = {**pairs["state"], "v": [pair for pair in pairs["state"]["v"] if pair[0] not in kept]}
+        lesser = {**has, "state": {one: own for one, own in has["state"].items() if one not in kept}}
+        return {**tree, "v": [["state", state], *([key, value] for key, value in tree["v"] if key != "state")]}, lesser, kept
+
+    def _note_others(
+        self, groups: Groups, tree: Node, has: Any, own: dict[str, Any], name: str, path: str
+    ) -> list[str]:
+        """Notes parameters that one side alone has, and gives the names of those that the live one has. Raises
+        `CheckpointMismatch` for them where both must have the same; of what is frozen there may be none."""
+        lacking, lost = self._lacking(groups, has, own, name), self._lost(groups, tree, has, own, name)
+        if self._choice.strict and lacking:
+            raise CheckpointMismatch(f"{path}: the checkpoint lacks {lacking[0]!r} ({HINT})")
+        if self._choice.strict and lost:
+            names = ", ".join(map(repr, lost[:5])) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
+            text = f"state of parameters was saved that the optimizer does not have: {names}"
+            raise CheckpointMismatch(f"{path}: {text} ({WITHOUT}; strict=False leaves out what it does not have)")
+        self._missing += [f"{name}.state.{one}" for one in lacking]
+        self._unexpected += [f"{name}.state.{one}" for one in lost]
+        return lacking
+
+    def _check_shapes(self, tree: Node, has: Any, own: dict[str, Any], path: str) -> None:
+        """Whether what parameters have of their own shape was saved of that shape: an optimizer takes any other, and fails at its
+        next step."""
+        torch = torch_module()
+        for called, state in self._entries(self._entries(tree).get("state")).items():
+            live = has["state"].get(called) if called in own else None
+            has_of = live if isinstance(live, dict) else {}
+            for key, node in self._entries(state).items():
+                told = has_of.get(key)
+                if tag_of(node) != "tensor" or not isinstance(told, torch.Tensor):
+                    continue
+                shape, live_shape = self._tensors.shape(node), shape_of(told)
+                if live_shape == shape_of(own[called]) and shape != live_shape and math.prod(live_shape) > 1:
+                    text = f"{shape} was saved, the state has {live_shape}"
+                    raise CheckpointMismatch(f"{path}[{called!r}][{key!r}]: {text} ({SHAPE_HINT})")
 
     def _check_options(self, groups: Groups, has: Any, path: str) -> None:
         """Whether the parameters of each live group had the same options: it has one of each."""
@@ -128,21 +206,29 @@ class OptimizerPlacer:
         if lacking and saved - wanted and (is_torchs or saved & wanted <= {"step"}):
             raise _other_class(path, "its parameters have", lacking, inner)
 
-    def _check_lost(self, groups: Groups, tree: Node, has: Any, own: dict[str, Any], path: str) -> None:
-        """Whether all that was saved finds its parameter; of what is frozen nothing may have been saved."""
-        states = self._entries(self._entries(tree).get("state"))
-        wanted = {name for group in has["param_groups"] for name in group["params"]}
-        saved = dict.fromkeys([*(name for called, _ in groups for name in called), *states])
-        lost = [
-            name
-            for name in saved
-            if name not in wanted
-            and (self._entries(states.get(name)) or (name in own and own[name].requires_grad))
+    def _lacking(self, groups: Groups, has: Any, own: dict[str, Any], name: str) -> list[str]:
+        """Which live parameters the checkpoint has no state of, though it is asked for by name."""
+        known = {called for names, _ in groups for called in names}
+        wanted = (called for group in has["param_groups"] for called in group["params"] if called not in known)
+        return [
+            called
+            for called in wanted
+            if (called in has["state"] or (called in own and own[called].requires_grad))
+            and not self._leaves(f"{name}.state.{called}")
         ]
-        if lost:
-            names = ", ".join(map(repr, lost[:5])) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
-            text = f"state of parameters was saved that the optimizer does not have: {names}"
-            raise CheckpointMismatch(f"{path}: {text} ({WITHOUT})")
+
+    def _lost(self, groups: Groups, tree: Node, has: Any, own: dict[str, Any], name: str) -> list[str]:
+        """Which parameters with a state that was saved the live one has not."""
+        states = self._entries(self._entries(tree).get("state"))
+        wanted = {called for group in has["param_groups"] for called in group["params"]}
+        saved = dict.fromkeys([*(called for names, _ in groups for called in names), *states])
+        return [
+            called
+            for called in saved
+            if called not in wanted
+            and (self._entries(states.get(called)) or (called in own and own[called].requires_grad))
+            and not self._leaves(f"{name}.state.{called}")
+        ]
 
     def _bind_there(self, tree: Node, has: dict[Any, Any]) -> None:
         """Binds the tensors of a state that the live one has in the same places; groups have options of their own."""
@@ -229,14 +315,6 @@ def taken(live: Any, pairs: Pairs, path: str, by_names: bool = True) -> tuple[st
         raise
     except Exception as error:
         raise CheckpointMismatch(f"{path}: it does not tell its state, to be restored into: {error}") from error
-
-
-def _check_names(groups: Groups, has: Any, own: dict[str, Any], path: str) -> None:
-    """Whether all that an optimizer's state is asked for by name is there; of what is frozen there may be none."""
-    known = {name for called, _ in groups for name in called}
-    for name in (name for group in has["param_groups"] for name in group["params"] if name not in known):
-        if name in has["state"] or (name in own and own[name].requires_grad):
-            raise CheckpointMismatch(f"{path}: the checkpoint lacks {name!r}")
 
 
 def _check_order(groups: Groups, has: Any, live: Any, path: str) -> None:

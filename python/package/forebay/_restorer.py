@@ -12,6 +12,7 @@ from ._errors import CheckpointInvalid, CheckpointNotFound
 from ._ladder import Restored
 from ._loading import load_step, load_weights
 from ._ranks import new_start, use_together
+from ._choice import Choice, Names as Renames, chosen
 from ._rng import set_rng_state
 from ._saver import Back, Saver
 from ._timeline import Timeline
@@ -33,7 +34,14 @@ class Restorer(Saver):
     _restore_threads: int
 
     def restore(
-        self, state: Any, step: Optional[options.StepName] = None, *, only: Optional[Sequence[str]] = None
+        self,
+        state: Any,
+        step: Optional[options.StepName] = None,
+        *,
+        only: Optional[Sequence[str]] = None,
+        without: Sequence[str] = (),
+        strict: bool = True,
+        rename: Optional[Renames] = None,
     ) -> Optional[int]:
         """Brings `state` back to the newest step that is whole, or to `step`, one for all ranks; gives it, or None if there is none.
 
@@ -66,6 +74,19 @@ class Restorer(Saver):
         missing on either side. Tensors go by their own names, values by theirs, objects other than modules (`optim.*`) whole or
         not at all; the name of a dict, list or module (`model`) means all in it. Random number generators stay as they are.
 
+        `without` is the opposite: patterns of what is neither read nor changed, with all that is in it, while everything else is
+        restored. Of optimizers that lie beside their modules, that is also the state of single parameters: a head of another
+        size is left out by `["model.head.*", "optim.state.head.*"]`.
+
+        With `strict=False`, what the checkpoint lacks is left as it is, and what the state lacks is not read: keys of dicts,
+        modules' tensors, and parameters of optimizers beside their modules, which then have no state but what they have. Shapes
+        and types must be the same, and some of the state, and of each module in it. `restored.missing` and
+        `restored.unexpected` tell the names, and so does the logger `forebay` (a warning).
+
+        `rename` says what the checkpoint calls what the state has under a name, by a dict of such names or a function, for
+        keys of dicts, modules' tensors, and parameters of optimizers: `lambda name: name.replace("base_model.model.", "")`.
+        A part is looked up where the dict or module lies that it is in. All of these are the same on all ranks.
+
         A job that goes back to a step before its last save, and on from there, may save the steps after it again. It goes on at
         once, and from its next save on is another start's; what it had saved after that step, and is not committed by then, is
         given up. Until newer steps take its place there, the step stays in memory if it was. A step that is saved again counts
@@ -75,7 +96,7 @@ class Restorer(Saver):
         Raises `CheckpointNotFound` or `CheckpointCorrupt` for a `step` that is missing or damaged, and
         `CheckpointMismatch` when the state is not shaped like the one that was saved, or has tensors on the meta device.
         """
-        only = options.only(only)
+        choice = chosen(only, without, strict, rename)
         if state is None:
             raise CheckpointInvalid("state is None: nothing would be restored (hint: forebay.load gives what was saved)")
         with self._lock:
@@ -83,10 +104,11 @@ class Restorer(Saver):
             self._finish_staging()
 
             def use(found: _native.Step) -> Optional[dict[str, Any]]:
-                with_rng = self._rng and only is None
-                return load_step(found, state, self._allow_pickle, self._restore_threads, self._ranks, with_rng, only)[1]
+                with_rng = self._rng and choice.only is None
+                threads = self._restore_threads
+                return load_step(found, state, self._allow_pickle, threads, self._ranks, with_rng, choice)[1]
 
-            return self._bring(step, use, goes_back=only is None)
+            return self._bring(step, use, goes_back=choice.only is None, choice=choice)
 
     def load_model(
         self,
@@ -95,23 +117,26 @@ class Restorer(Saver):
         *,
         name: Optional[str] = None,
         only: Optional[Sequence[str]] = None,
+        without: Sequence[str] = (),
+        strict: bool = True,
+        rename: Optional[Renames] = None,
     ) -> int:
         """Brings the weights of `model` back, in place, and reads nothing else; gives the step.
 
         `name` says which module (or dict of tensors) of the saved state is meant where it holds several, such as
-        `model` or `models.ema`; `only` takes patterns of names inside of it, as in `restore`.
+        `model` or `models.ema`; `only`, `without`, `strict` and `rename` are as in `restore`, of names inside of it.
 
         What is in memory or under way comes first, as with `restore`, which tells what it raises.
         """
-        only = options.only(only)
+        choice = chosen(only, without, strict, rename)
         with self._lock:
             self._check_open()
             self._finish_staging()
 
             def use(found: _native.Step) -> None:
-                load_weights(found, model, name, only, self._allow_pickle, self._restore_threads, self._ranks)
+                load_weights(found, model, name, choice, self._allow_pickle, self._restore_threads, self._ranks)
 
-            loaded = self._bring(step, use)
+            loaded = self._bring(step, use, choice=choice)
             if loaded is None:
                 raise CheckpointNotFound(f"{source_url(self._url)} holds no step")
             return loaded
@@ -121,6 +146,7 @@ class Restorer(Saver):
         step: Optional[options.StepName],
         use: Callable[[_native.Step], Optional[dict[str, Any]]],
         goes_back: bool = False,
+        choice: Optional[Choice] = None,
     ) -> Optional[int]:
         """Calls `use` with the newest step that is whole, or `step`, and sets the generators that it gives."""
         begun = time.monotonic()
@@ -141,7 +167,8 @@ class Restorer(Saver):
         seconds, rank, size = time.monotonic() - begun, self._ranks.rank, found.bytes_read
         by_card, passed_over = found.rdma_bytes, self._ladder.passed_over
         tier = "peer" if found.tier == "arena" and self._ladder.arena.is_of_peers else found.tier
-        self.restored = Restored(found.step, tier, rank, size, seconds, passed_over, by_card)
+        left = ((), ()) if choice is None else (choice.missing, choice.unexpected)
+        self.restored = Restored(found.step, tier, rank, size, seconds, passed_over, by_card, *left)
         origin = found.attempt, found.step
         if goes_back:
             # As all ranks know it: this one may have failed where others saved.
