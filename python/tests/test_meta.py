@@ -158,3 +158,24 @@ def test_sharded_tensors_without_memory_are_refused_by_all_ranks(tmp_path: Path)
         return same and len(told) == 4
 
     assert run_ranks(2, work) == [True, True]
+
+
+def test_buffers_that_no_state_has_are_named(tmp_path: Path) -> None:
+    """`to_empty()` leaves anything in them, and a restore cannot know."""
+
+    class Rotary(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(4))
+            self.register_buffer("inv_freq", torch.arange(4.0), persistent=False)
+            self.register_buffer("nothing", None, persistent=False)
+
+    def made() -> Any:
+        return torch.nn.ModuleDict({"a": Rotary(), "b": Rotary()})
+
+    forebay.save({"model": made()}, tmp_path)
+    with torch.device("meta"):
+        model = made()
+    words = r"hint: to_empty\(\) first, and set a.inv_freq, b.inv_freq anew, which no state_dict has\)$"
+    with pytest.raises(forebay.CheckpointMismatch, match=words):
+        forebay.load_model(tmp_path, model)

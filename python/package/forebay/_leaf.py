@@ -6,8 +6,9 @@ import ctypes
 import functools
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Optional
+from typing import Any, Callable, Literal, Optional
 
 from . import _native
 from ._errors import CheckpointInvalid, CheckpointMismatch
@@ -68,13 +69,16 @@ def tensor_dtype(tensor: Any) -> Optional[str]:
     return _NAMES[dtype]
 
 
-def refuse_meta(tensor: Any, path: str) -> None:
+def refuse_meta(tensor: Any, path: str, unsaved: Callable[[], Sequence[str]] = lambda: ()) -> None:
     """Raises `CheckpointMismatch` for a tensor that has a shape and no memory: what is copied into it is gone, and nobody
-    is told."""
+    is told. `unsaved` names the buffers of its module that no checkpoint has: `to_empty` leaves anything in them."""
     parts = local_parts(tensor)
     if any(local.is_meta for local in ([tensor] if parts is None else [local for local, _, _ in parts])):
         text = "the tensor is on the meta device and has no memory to be restored into"
-        raise CheckpointMismatch(f"{path}: {text} (hint: to_empty() first)")
+        names = list(unsaved())
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        then = f", and set {', '.join(names[:5])}{more} anew, which no state_dict has" if names else ""
+        raise CheckpointMismatch(f"{path}: {text} (hint: to_empty() first{then})")
 
 
 def shape_of(tensor: Any) -> Any:

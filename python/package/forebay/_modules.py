@@ -33,7 +33,12 @@ class Module:
         named = [*module.named_parameters(), *module.named_buffers()]
         self._own = {at for _, tensor in named for at in _memory(tensor)}
         self._makers = {at for part in makers for tensor in _tensors(part) for at in _memory(tensor)}
+        self._module = module
         self._nowhere = {name.rpartition(".")[2] for name, tensor in named if not _memory(tensor)}
+
+    def unsaved(self) -> list[str]:
+        """The names of buffers that are no part of its state (`persistent=False`)."""
+        return unsaved_buffers(self._module)
 
     def way(self, key: str, told: Any) -> Way:
         """How what was saved under a name comes into the module, which tells `told` of it now."""
@@ -54,6 +59,16 @@ class Module:
     def keeps_shape(self, key: str, told: Any) -> bool:
         """Whether it takes nothing of another shape than it tells now."""
         return not self.makes or self.tells_copies or self.is_own(key, told)
+
+
+def unsaved_buffers(module: Any) -> list[str]:
+    """The names of a module's buffers that are no part of its state (`persistent=False`)."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules()
+        for name in part._buffers
+        if name in part._non_persistent_buffers_set and part._buffers[name] is not None
+    ]
 
 
 def is_extra(key: str) -> bool:

@@ -29,7 +29,7 @@ from ._leaf import (
     torch_module,
 )
 from ._merge import MARK, Path, asked, goes_by_number, is_numbered, refuse_mark, shown, tag_of, tensor_names
-from ._modules import Module, is_extra
+from ._modules import Module, is_extra, unsaved_buffers
 from ._objects import Pairs, give_state, is_stateful, state_of
 from ._optimizers import names, tells_copies
 from ._place_optimizer import OptimizerPlacer, taken
@@ -337,7 +337,7 @@ class Placer:
         if is_tensor and isinstance(told, torch.Tensor) and not is_extra(key):
             if module.keeps_shape(key, told):
                 self._check_shape(value, told, place)
-            refuse_meta(told, place)
+            refuse_meta(told, place, module.unsaved)
             if module.is_own(key, told):
                 # Copies are of another memory each time that they are told.
                 self._check_tied(value, told, place)
@@ -573,7 +573,7 @@ def _refuse_meta_module(live: Any, path: str) -> None:
     if torch is not None and isinstance(live, torch.nn.Module):
         for key, value in live.state_dict().items():
             if isinstance(value, torch.Tensor):
-                refuse_meta(value, f"{path}.{key}")
+                refuse_meta(value, f"{path}.{key}", partial(unsaved_buffers, live))
 
 
 def _check_factory(node: Node, live: Any, path: str) -> None:
