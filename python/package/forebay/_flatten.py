@@ -20,15 +20,18 @@ from typing import Any, Optional
 from ._hints import hint_for, hint_for_key
 from ._keyed import TAGS, factory_name
 from ._leaf import (
+    PARTITIONED,
     Leaf,
     array_dtype,
     array_leaf,
     bytes_leaf,
+    is_partitioned,
     is_same,
     layout_of,
     local_parts,
     numpy_module,
     part_leaves,
+    partitioned,
     plain_kinds,
     tensor_dtype,
     tensor_leaf,
@@ -197,6 +200,8 @@ class Flattener:
         # An object that was asked for its state may have brought torch in.
         self._plain = self._plain or plain_kinds()
         is_plain = type(value) in self._plain
+        if is_partitioned(value):
+            raise TypeError(f"{path}: {PARTITIONED}")
         if not is_plain and local_parts(value) is not None:
             return self._spread(value, path, name)
         dtype = tensor_dtype(value) if is_plain else None
@@ -306,6 +311,7 @@ class Flattener:
             hint = "an object with a state is saved as a value of a dict, or in a list or tuple"
             text = f"object of type {_type_name(value)} in a set or a key cannot be saved; {hint}"
             raise TypeError(f"{path.replace(_OBJECT, '')}: {text}")
+        self._refuse_partitioned(value, path)
         self._enter(value, path.replace(_OBJECT, ""))
         kind, state = state_of(value, self._pairs)
         was = self._is_late, self._is_replicated, self._ignored, self._buffers
@@ -318,6 +324,13 @@ class Flattener:
         finally:
             self._is_late, self._is_replicated, self._ignored, self._buffers = was
             self._open.discard(id(value))
+
+    @staticmethod
+    def _refuse_partitioned(value: Any, path: str) -> None:
+        torch = torch_module()
+        name = partitioned(value) if torch is not None and isinstance(value, torch.nn.Module) else None
+        if name is not None:
+            raise TypeError(f"{path.replace(_OBJECT, '')}.{name}: {PARTITIONED}")
 
     def _pickle(self, value: Any, path: str, name: str) -> Node:
         path = path.replace(_OBJECT, "")

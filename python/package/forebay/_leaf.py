@@ -155,6 +155,24 @@ def elements_of(tensor: Any, path: str) -> Any:
     return tensor
 
 
+def partitioned(module: Any) -> Optional[str]:
+    """The name of a parameter that DeepSpeed (ZeRO-3) has taken apart, if a module has any: its elements are elsewhere, and the
+    parameter is an empty tensor, in the module's state as well."""
+    return next((name for name, one in module.named_parameters() if is_partitioned(one)), None)
+
+
+def is_partitioned(parameter: Any) -> bool:
+    """Whether DeepSpeed (ZeRO-3) has taken a parameter apart."""
+    return hasattr(parameter, "ds_id") or hasattr(parameter, "ds_tensor")
+
+
+PARTITIONED = (
+    "a parameter that DeepSpeed has partitioned (ZeRO-3), of which there is nothing here "
+    "(hint: DeepSpeed's own checkpoints have it; FSDP2 shards in a way that can be saved)"
+)
+"""Why it is neither saved nor restored."""
+
+
 def tensor_leaf(name: str, path: str, tensor: Any, dtype: str) -> Leaf:
     """A torch tensor, wherever it is and however it is strided. Raises `TypeError` for one without memory, of which nothing
     can be copied."""

@@ -17,12 +17,14 @@ from ._choice import APART_HINT, HINT, SHAPE_HINT, Choice
 from ._errors import CheckpointMismatch
 from ._keyed import FACTORIES, KEYED, TAGS, is_data
 from ._leaf import (
+    PARTITIONED,
     array_dtype,
     copy_elements,
     dtensor_class,
     elements_at,
     local_parts,
     numpy_module,
+    partitioned,
     refuse_meta,
     shape_of,
     torch_dtype,
@@ -314,6 +316,8 @@ class Placer:
         torch = torch_module()
         if torch is None or not isinstance(live, torch.nn.Module):
             raise _mismatch(path, "a torch module", live)
+        if (lost := partitioned(live)) is not None:
+            raise CheckpointMismatch(f"{path}.{lost}: {PARTITIONED}")
         all_saved = self._builder.items(node["v"])
         saved, has = self._chosen_of(all_saved, state_of(live, self._pairs)[1], name)
         is_part = self._only is not None and not self._wants(f"{name}.")
