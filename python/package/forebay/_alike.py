@@ -59,6 +59,11 @@ def digests(groups: Sequence[Group], leaves: Sequence[Leaf], step: int) -> dict[
     return {str(number): _hash(_samples(alike, most, step)) for number, alike in own}
 
 
+def digest_each(leaves: Sequence[Leaf]) -> dict[str, str]:
+    """What a sample of each of these tensors hashes to, by its name; equal where the tensors and their order are."""
+    return {leaf.name: _hash([sample]) for leaf, sample in zip(leaves, _samples(leaves, SAMPLE_BYTES, step=0))}
+
+
 def have_drifted(groups: Sequence[Group], told: Sequence[dict[str, str]]) -> bool:
     """Whether ranks that had something alike have it no more, by what each of them told."""
     return any(

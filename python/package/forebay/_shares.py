@@ -8,9 +8,9 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from . import _native
+from . import _copies, _native
 from ._alike import Digests, Group, digests, grouped, have_drifted
-from ._errors import CheckpointInvalid
+from ._errors import CheckpointInvalid, warn
 from ._leaf import SIZES, Leaf, densify
 from ._ranks import Ranks
 from ._ties import Ties, aliases
@@ -36,6 +36,8 @@ class Planner:
         self._shares: list[Share] = []
         self._groups: list[Group] = []
         self._beside: _native.Text = (0, 0)
+        self._has_looked = False
+        """Whether it was looked for what ranks save each for itself and have alike."""
         self.aliases: dict[str, str] = {}
         """Names of the last plan that mean a tensor of another name, and of which."""
 
@@ -77,7 +79,15 @@ class Planner:
         return self._shares
 
     def _agree(self, leaves: list[Leaf], ties: Ties) -> tuple[dict[str, str], list[Share]]:
-        words = self._ranks.gather("plan", lambda: {"tensors": [_describe(leaf) for leaf in leaves], "ties": ties})
+        copies = None if self._has_looked else self._look_for_copies(leaves)
+
+        def describe() -> dict[str, Any]:
+            if copies is not None and self._ranks.rank == 0:
+                # Here, where others hear of it if it is an error.
+                warn(copies)
+            return {"tensors": [_describe(leaf) for leaf in leaves], "ties": ties}
+
+        words = self._ranks.gather("plan", describe)
         again = aliases([word["ties"] for word in words])
         _check_held([word["tensors"] for word in words], [word["ties"] for word in words], again)
         kept = [index for index, leaf in enumerate(leaves) if not _is_again(leaf, again)]
@@ -92,6 +102,12 @@ class Planner:
             described = self._compare([leaves[index] for index in kept], holders)
         planned, self._beside = _native.plan_shares([json.dumps(each) for each in described], self._ranks.rank)
         return again, [Share(kept[index], name, part) for index, name, part in planned]
+
+    def _look_for_copies(self, leaves: list[Leaf]) -> Optional[str]:
+        """What is to be said where ranks seem to have alike what each of them saves for itself."""
+        self._has_looked = True
+        words = self._ranks.gather("look for copies", lambda: {"samples": _copies.samples_of(leaves)})
+        return _copies.told_of(leaves, [word["samples"] for word in words])
 
     def _compare(self, leaves: list[Leaf], hashed: Container[str]) -> list[list[dict[str, Any]]]:
         """What all ranks have, and of what is `hashed` the hashes."""
