@@ -272,3 +272,21 @@ def test_ranks_with_other_parts_and_a_new_one(tmp_path: Path) -> None:
     first, second = run_ranks(2, restore, with_gloo=False)
     assert first == [{"layer0": 0, "new": 9}, ["model.new"], ["model.layer3"]]
     assert second == [{"layer1": 1, "layer2": 2}, [], ["model.layer3"]]
+
+
+def test_a_dict_of_weights_goes_into_a_module_that_changed(tmp_path: Path) -> None:
+    """What `state_dict()` gave, of a wrapper as well: torch's method found what differs only once it had loaded the rest."""
+    was = Model(1)
+    compiled = {f"_orig_mod.{name}": tensor for name, tensor in was.state_dict().items()}
+    forebay.save({"model": was.state_dict()}, tmp_path / "plain", step=5)
+    forebay.save({"model": compiled}, tmp_path / "compiled", step=5)
+    for place in (tmp_path / "plain", tmp_path / "compiled"):
+        model = Model(2, new=torch.nn.Linear(2, 2))
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with pytest.raises(Mismatch, match="the checkpoint lacks .*'new.bias'"):
+            restored(place, {"model": model})
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        told = restored(place, {"model": model}, strict=False)
+        assert same(model.body, was.body) and same(model.head, was.head)
+        assert torch.equal(model.new.weight, before["new.weight"])
+        assert set(told.missing) == {"model.new.weight", "model.new.bias"} and told.unexpected == ()

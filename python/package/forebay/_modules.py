@@ -61,6 +61,15 @@ class Module:
         return not self.makes or self.tells_copies or self.is_own(key, told)
 
 
+def takes_its_names_alone(module: Any) -> bool:
+    """Whether a module tells its state, and is given it, by torch's own methods alone, which refuse any other names."""
+    if tells_copies(module) or Module(module).loads:
+        return False
+    ways = [way for part in module.modules() for way in (part.state_dict, part._save_to_state_dict)]
+    hooks = [hook for part in module.modules() for hook in part._state_dict_hooks.values()]
+    return all(map(_is_torchs, (*ways, *hooks)))
+
+
 def unsaved_buffers(module: Any) -> list[str]:
     """The names of a module's buffers that are no part of its state (`persistent=False`)."""
     return [

@@ -31,7 +31,7 @@ from ._leaf import (
     torch_module,
 )
 from ._merge import MARK, Path, asked, goes_by_number, is_numbered, refuse_mark, shown, tag_of, tensor_names
-from ._modules import Module, is_extra, unsaved_buffers
+from ._modules import Module, is_extra, takes_its_names_alone, unsaved_buffers
 from ._objects import Pairs, give_state, is_stateful, state_of
 from ._optimizers import names, tells_copies
 from ._place_optimizer import OptimizerPlacer, taken
@@ -87,7 +87,7 @@ class Placer:
         if left is not None:
             self._match_all(node, "")
             node = asked(node, self._state, self._known, left)
-        node = fitted(node, self._state, self._names_of)
+        node = fitted(node, self._state, self._names_of, self._choice.strict)
         # A tensor or object at the root is its own place; anything immutable there could not be replaced.
         if self._place(node, self._state, "state", "") is not None:
             raise CheckpointMismatch("state: a value that cannot be changed in place")
@@ -100,7 +100,7 @@ class Placer:
         if left is not None:
             self._match_all(node["v"] if node["t"] == "object" else node, "")
             node = asked(node, self._state, self._known, left, ("model",))
-        tree = node["v"] if node["t"] == "object" else fitted(node, self._state, self._names_of)
+        tree = node["v"] if node["t"] == "object" else fitted(node, self._state, self._names_of, self._choice.strict)
         self._give(self._place_module(tree, self._state, "model", ""), self._state, "module", "model")
         self._check_matched()
 
@@ -292,8 +292,9 @@ class Placer:
         items = self._builder.items(node["v"])
         kind, torch = "own", torch_module()
         if torch is not None and isinstance(live, torch.nn.Module):
-            # Names that are not torch's canonical ones are the object's own: a wrapper's.
-            kind = "module" if items.keys() == state_of(live, self._pairs)[1].keys() else "own"
+            # Names that are not torch's canonical ones may be the object's own, a wrapper's; torch's method takes no others.
+            is_known = items.keys() == state_of(live, self._pairs)[1].keys()
+            kind = "module" if is_known or takes_its_names_alone(live) else "own"
         elif torch is not None and isinstance(live, torch.optim.Optimizer):
             groups = items.get("param_groups", [])
             try:

@@ -18,51 +18,55 @@ _WRAPPERS = frozenset(("module", "_orig_mod"))
 """What DistributedDataParallel and `torch.compile` call what they wrap."""
 
 
-def fitted(node: Node, live: Any, names_of: Callable[[Any], Iterable[Any]]) -> Node:
-    """A tree whose dicts are given the names of the live ones, where wrappers' names are all that they differ by.
+def fitted(node: Node, live: Any, names_of: Callable[[Any], Iterable[Any]], strict: bool = True) -> Node:
+    """A tree whose dicts are given the names of the live ones, where wrappers' names are all that they differ by; unless it is
+    `strict`, one side may have more.
 
     `names_of` gives those of a module. What differs otherwise stays as it is.
     """
     if isinstance(node, list):
-        return _fitted_parts(node, live, names_of)
+        return _fitted_parts(node, live, names_of, strict)
     tag = node.get("t") if isinstance(node, dict) else None
     if tag == "tuple":
-        parts = _fitted_parts(node["v"], live, names_of)
+        parts = _fitted_parts(node["v"], live, names_of, strict)
         return node if parts is node["v"] else {**node, "v": parts}
     if pairs_of(node) is None or is_data(node):
         return node
     if not isinstance(live, dict):
         torch = torch_module()
         is_module = torch is not None and isinstance(live, torch.nn.Module)
-        return _renamed(node, names_of(live)) if is_module else node
-    node = _renamed(node, live)
+        return _renamed(node, names_of(live), strict) if is_module else node
+    node = _renamed(node, live, strict)
     # A key that is no text, number or None is one of the tree's own dicts.
     items = [
-        [key, value if isinstance(key, (dict, list)) else fitted(value, live.get(key), names_of)]
+        [key, value if isinstance(key, (dict, list)) else fitted(value, live.get(key), names_of, strict)]
         for key, value in node["v"]
     ]
     is_same = all(new is old for (_, new), (_, old) in zip(items, node["v"]))
     return node if is_same else {**node, "v": items}
 
 
-def _fitted_parts(parts: list[Node], live: Any, names_of: Callable[[Any], Iterable[Any]]) -> list[Node]:
+def _fitted_parts(
+    parts: list[Node], live: Any, names_of: Callable[[Any], Iterable[Any]], strict: bool
+) -> list[Node]:
     is_like = isinstance(live, (list, tuple)) and len(live) == len(parts)
     if not is_like or not any(isinstance(part, (dict, list)) for part in parts):
         return parts
-    found = [fitted(part, value, names_of) for part, value in zip(parts, live)]
+    found = [fitted(part, value, names_of, strict) for part, value in zip(parts, live)]
     return parts if all(new is old for new, old in zip(found, parts)) else found
 
 
-def _renamed(node: Node, live: Iterable[Any]) -> Node:
-    """A dict of the tree with the live one's names, where those without wrappers' names are the same, one for one."""
+def _renamed(node: Node, live: Iterable[Any], strict: bool) -> Node:
+    """A dict of the tree with the live one's names, where those without wrappers' names are the same, one for one; unless it is
+    `strict`, of those that both have."""
     saved, has = [key for key, _ in node["v"]], list(live)
     if not all(isinstance(key, str) for key in (*saved, *has)) or set(saved) == set(has):
         return node
     found, wanted = _bare(saved), _bare(has)
-    if found is None or wanted is None or found.keys() != wanted.keys():
+    if found is None or wanted is None or (strict and found.keys() != wanted.keys()):
         return node
-    names = {found[name]: wanted[name] for name in found}
-    return {**node, "v": [[names[key], value] for key, value in node["v"]]}
+    names = {found[name]: wanted[name] for name in found if name in wanted}
+    return {**node, "v": [[names.get(key, key), value] for key, value in node["v"]]}
 
 
 def _bare(names: Sequence[str]) -> Optional[dict[str, str]]:
