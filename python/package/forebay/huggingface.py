@@ -51,7 +51,9 @@ from ._errors import (
 )
 from ._held import OF_HOSTS
 from ._ladder import OF_STORE
+from ._leaf import local_parts, partitioned
 from ._loading import load_rest
+from ._optimizers import tells_copies
 from ._passed import JobOptions, passed_on
 from ._ranks import Ranks
 from ._url import bucket_url, user_path
@@ -138,8 +140,11 @@ class Callback(TrainerCallback):  # type: ignore[misc]
         self._is_distributed = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
-            raise CheckpointInvalid("Trainers that shard their models are not saved by this callback, but by forebay.dcp")
+        what = _shards(args, self._trainer, kwargs.get("model"))
+        if what is not None:
+            text = f"Trainers that shard their models ({what}) are not saved by this callback"
+            raise CheckpointInvalid(f"{text}, but, with FSDP, by forebay.dcp (hint: DeepSpeed has checkpoints of its own)")
+        _warn_of_others(args)
         # A Trainer may train again, with other arguments: nothing of the last training is left.
         self._leave()
         self._saved, self._has_stepped, self._has_ended_epoch = None, False, False
@@ -311,6 +316,33 @@ def checkpoint(
 def _stateful(trainer: Any) -> list[Any]:
     """What the Trainer saves the states of: those of its callbacks that have one, and its control's."""
     return [one for one in (*trainer.callback_handler.callbacks, trainer.control) if isinstance(one, ExportableState)]
+
+
+def _shards(args: Any, trainer: Any, model: Any) -> Optional[str]:
+    """What has a Trainer shard its model, or has sharded it; `accelerate launch` tells that to accelerate alone, through the
+    environment."""
+    for name, option in (("FSDP", "fsdp"), ("DeepSpeed", "deepspeed")):
+        said = os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() in ("1", "true", "yes", "on", "t", "y")
+        if getattr(args, option, None) or said or getattr(trainer, f"is_{option}_enabled", False):
+            return name
+    if not isinstance(model, torch.nn.Module):
+        return None
+    if tells_copies(model):
+        return "FSDP"
+    if partitioned(model) is not None:
+        return "DeepSpeed"
+    spread = (name for name, parameter in model.named_parameters() if local_parts(parameter) is not None)
+    held = next(spread, None)
+    return None if held is None else f"{held!r} is a tensor that processes hold together"
+
+
+def _warn_of_others(args: Any) -> None:
+    """Warns where the Trainer saves as well: it need not, unless it is to load the best model."""
+    strategy = getattr(args, "save_strategy", "no")
+    if strategy != "no" and not getattr(args, "load_best_model_at_end", False):
+        text = f"the Trainer saves checkpoints of its own as well (save_strategy={str(getattr(strategy, 'value', strategy))!r})"
+        hint = "TrainingArguments(save_strategy='no'), and every= of the Callback says when it saves"
+        warnings.warn(f"{text}: each is written twice (hint: {hint})", CheckpointWarning, stacklevel=3)
 
 
 def _warn_of_callbacks(args: Any, state: Any) -> None:
