@@ -126,6 +126,39 @@ def test_options_of_lightning_reach_its_checkpointers(tmp_path: Path, monkeypatc
     assert [{name: one[name] for name in options} for one in seen] == [options] * 3
 
 
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_a_strategy_that_shards_is_as_strict_as_the_module(tmp_path: Path, is_strict: bool) -> None:
+    """`strict_loading = False` of a LightningModule: its checkpoints may have other parts than it has."""
+
+    class Strategy:
+        """As much of one as is asked."""
+
+        optimizers = ()
+
+        def __init__(self, model: Any) -> None:
+            self.model = self.lightning_module = model
+
+        def broadcast(self, value: Any) -> Any:
+            return value
+
+    def module(seed: int, **more: Any) -> Any:
+        torch.manual_seed(seed)
+        made = torch.nn.ModuleDict({"net": torch.nn.Linear(2, 2), **more})
+        made.strict_loading = is_strict  # type: ignore[assignment]
+        return made
+
+    sharded = forebay.lightning.sharded(Strategy)
+    was, metric = module(1), torch.nn.Linear(3, 3)
+    sharded(was).save_checkpoint({"global_step": 2, "state_dict": was.state_dict()}, tmp_path / "one.ckpt")
+    now, before = module(2, metric=metric), metric.weight.clone()
+    if is_strict:
+        with pytest.raises(forebay.CheckpointMismatch, match="the checkpoint lacks 'metric.bias', 'metric.weight'"):
+            sharded(now).load_checkpoint(tmp_path / "one.ckpt")
+    else:
+        assert sharded(now).load_checkpoint(tmp_path / "one.ckpt") == {"global_step": 2}
+    assert torch.equal(now["net"].weight, was["net"].weight) is not is_strict and torch.equal(metric.weight, before)
+
+
 NO_OPTIONS = [
     ("every", "3", r"every is '3'; it is a whole number, at least 1, or None \(hint: None takes the Trainer's save_steps\)"),
     ("every", 0, "every is 0; it is a whole number, at least 1, or None"),

@@ -112,11 +112,15 @@ def sharded(strategy: S, allow_pickle: bool = False, **options: Unpack[Checkpoin
             held = _HELD if self.optimizers else _HELD[:1]
             rank, may_pickle = surroundings()[0], allow_pickle and not weights_only
             with Checkpointer(place, rng=False, linger=0, allow_pickle=may_pickle, **given) as checkpointer:
-                if checkpointer.restore(live, only=[f"{key}.*" for key in held]) is None:
+                if checkpointer.restore(live, only=[f"{key}.*" for key in held], strict=self._is_strict()) is None:
                     raise CheckpointNotFound(f"{source_url(place)} holds no step")
             return with_step(
                 bucket_url(place), None, None, lambda step: load_rest(step, _HELD, rank % step.world_size, may_pickle)
             )
+
+        def _is_strict(self) -> bool:
+            """What the module asks for: with `strict_loading = False` the checkpoint and the model may have different parts."""
+            return bool(getattr(getattr(self, "lightning_module", None), "strict_loading", True))
 
     Sharded.__name__ = Sharded.__qualname__ = f"Sharded{strategy.__name__}"
     return Sharded  # type: ignore[return-value]
