@@ -166,13 +166,32 @@ def state_of(value: Any, pairs: Pairs) -> tuple[str, Any]:
     """How the state was taken, and the state."""
     torch = torch_module()
     if torch is not None and isinstance(value, torch.nn.Module):
-        return "module", _api().get_model_state_dict(value)
+        return "module", _module_state(value)
     if torch is not None and isinstance(value, torch.optim.Optimizer):
         module = pairs.module_of(value)
         if module is not None and value.state and not has_own(module, value):
             return "optimizer", _api().get_optimizer_state_dict(module, value)
         return "optimizer-own", value.state_dict()
     return "own", value.state_dict()
+
+
+def _module_state(module: Any) -> dict[str, Any]:
+    """A module's state by its own names, without those of wrappers; as it tells it itself where torch cannot name what a module,
+    or a hook, adds to it that is no attribute (bitsandbytes' `weight.absmax`)."""
+    try:
+        state: dict[str, Any] = _api().get_model_state_dict(module)
+    except AttributeError:
+        if tells_copies(module):
+            raise
+        state = _unwrapped(module).state_dict()
+    return state
+
+
+def _unwrapped(module: Any) -> Any:
+    """What `torch.compile` and DDP have wrapped; anything else as it is."""
+    wrapped = uncompiled(module)
+    is_ddp = isinstance(wrapped, torch_module().nn.parallel.DistributedDataParallel)
+    return _unwrapped(wrapped.module) if is_ddp else wrapped
 
 
 def state_to_fill(value: Any, pairs: Pairs) -> tuple[str, Any]:
@@ -207,14 +226,33 @@ def _give_module(module: Any, state: dict[str, Any]) -> None:
         _api().set_model_state_dict(module, state)
         return
     told = module.state_dict()
-    # torch gives wrapped modules their parameters, buffers and extra state by the wrapper's names, and nothing else.
-    names = {next(iter(_api()._get_fqns(module, name))): name for name in told}
-    given = {names.get(name, name): value for name, value in state.items()}
-    options = _api().StateDictOptions(strict=False)
-    unknown = _api().set_model_state_dict(module, dict(given), options=options).unexpected_keys
-    lost = [name for name in unknown if not is_same_memory(given[name], told.get(name))]
+    try:
+        # torch gives wrapped modules their parameters, buffers and extra state by the wrapper's names, and nothing else.
+        names = {next(iter(_api()._get_fqns(module, name))): name for name in told}
+    except AttributeError:
+        # Of what is no attribute torch knows no names.
+        inner = _unwrapped(module)
+        told, given = inner.state_dict(), dict(state)
+        unknown = inner.load_state_dict(dict(given), strict=False).unexpected_keys
+    else:
+        given = {names.get(name, name): value for name, value in state.items()}
+        options = _api().StateDictOptions(strict=False)
+        unknown = _api().set_model_state_dict(module, dict(given), options=options).unexpected_keys
+    lost = [name for name in unknown if not _is_told(given[name], told.get(name))]
     if lost:
         raise ValueError(f"it takes no {', '.join(map(repr, lost[:5]))}")
+
+
+def _is_told(given: Any, told: Any) -> bool:
+    """Whether a module that takes no notice of what it is given has it all the same: in the memory that it tells, or as what it
+    makes anew whenever it is asked."""
+    torch = torch_module()
+    if is_same_memory(given, told):
+        return True
+    if not (isinstance(given, torch.Tensor) and isinstance(told, torch.Tensor)):
+        return False
+    is_like = given.dtype == told.dtype and given.shape == told.shape and local_parts(told) is None
+    return is_like and bool(torch.equal(given.to(told.device), told))
 
 
 APART = "it was saved with the module that has its parameters; restore both together"
