@@ -290,3 +290,27 @@ def test_a_dict_of_weights_goes_into_a_module_that_changed(tmp_path: Path) -> No
         assert same(model.body, was.body) and same(model.head, was.head)
         assert torch.equal(model.new.weight, before["new.weight"])
         assert set(told.missing) == {"model.new.weight", "model.new.bias"} and told.unexpected == ()
+
+
+def test_options_that_a_restore_changes_are_told(tmp_path: Path, caplog: Any) -> None:
+    """All come of the checkpoint: who gave another learning rate may look for why it has no effect."""
+    for lr in (1e-2, torch.tensor(1e-2)):
+        was, now = state_of(1), state_of(2)
+        for state in (was, now):
+            state["optim"].param_groups[0]["weight_decay"] = 0.5
+        was["optim"].param_groups[0]["lr"], now["optim"].param_groups[0]["lr"] = lr, 3 * lr
+        with_model, alone = was, {"optim": was["optim"]}
+        for number, saves in enumerate((with_model, alone)):
+            place = tmp_path / f"{type(lr).__name__}{number}"
+            forebay.save(saves, place, step=5)
+            now["optim"].param_groups[0]["lr"] = 3 * lr
+            caplog.clear()
+            with caplog.at_level(logging.INFO, logger="forebay"):
+                restored(place, {name: now[name] for name in saves})
+            (told,) = [text for text in caplog.messages if "options" in text]
+            assert told.startswith("AdamW has the options that were saved: lr ") and "weight_decay" not in told
+            assert "0.03" in told.partition(" -> ")[0] and "0.01" in told.partition(" -> ")[2]
+            caplog.clear()
+            with caplog.at_level(logging.INFO, logger="forebay"):
+                restored(place, {name: now[name] for name in saves})
+            assert not any("options" in text for text in caplog.messages), "nothing is another now"

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any, Iterator
 
 from ._leaf import torch_module
+
+_MOST_TOLD, _MOST_SHOWN = 8, 40
+"""Options that are told, and characters of the value of each."""
 
 TOLD = frozenset(("state", "param_groups"))
 """What torch's functions give of an optimizer."""
@@ -155,11 +159,49 @@ def load_exactly(optimizer: Any, state: Any) -> None:
 def _kept_options(optimizer: Any) -> Iterator[None]:
     """Has options of groups that are tensors stay the ones that they are, with what was loaded: captured graphs know them."""
     was = [dict(group) for group in optimizer.param_groups]
+    before = [{option: _copied(value) for option, value in group.items()} for group in was]
     yield
+    _tell_options(optimizer, before)
     taken: dict[int, Any] = {}
     for old, group in zip(was, optimizer.param_groups):
         for option in old.keys() & group.keys() - {"params"}:
             group[option] = _kept(old[option], group[option], taken)
+
+
+def _tell_options(optimizer: Any, before: list[dict[str, Any]]) -> None:
+    """Tells the logger `forebay` (info) which options of an optimizer's groups are others now than the program had given it: all
+    come of the checkpoint."""
+    found: dict[str, None] = {}
+    for old, group in zip(before, optimizer.param_groups):
+        for option in sorted(old.keys() & group.keys() - {"params", "param_names"}):
+            if _differ(old[option], group[option]):
+                found[f"{option} {_short(old[option])} -> {_short(group[option])}"] = None
+    if found:
+        more = f" and {len(found) - _MOST_TOLD} more" if len(found) > _MOST_TOLD else ""
+        told = ", ".join(list(found)[:_MOST_TOLD]) + more
+        logging.getLogger("forebay").info("%s has the options that were saved: %s", type(optimizer).__qualname__, told)
+
+
+def _copied(value: Any) -> Any:
+    """An option as it is now, where it may be filled in place."""
+    torch = torch_module()
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _differ(one: Any, other: Any) -> bool:
+    torch = torch_module()
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return str(one) != str(other)
+    try:
+        return bool(one != other)
+    except Exception:
+        # Whatever an optimizer has for an option.
+        return False
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _kept(live: Any, loaded: Any, taken: dict[int, Any]) -> Any:

@@ -45,7 +45,8 @@ class Restorer(Saver):
     ) -> Optional[int]:
         """Brings `state` back to the newest step that is whole, or to `step`, one for all ranks; gives it, or None if there is none.
 
-        Tensors and arrays are filled in place, objects are given their state, plain values are replaced. Modules, and
+        Tensors and arrays are filled in place, objects are given their state, plain values are replaced. Of optimizers all options
+        are those that were saved (`lr`, `weight_decay`, `fused`): the logger `forebay` (info) tells which were others. Modules, and
         optimizers beside them, keep the element types that they have; any other tensor is of the one that was saved. Where
         something in the state has nothing yet (None, an empty dict or list), it gets what was saved there by this rank, if as many ranks saved:
         plain values, and tensors in the processor's memory, but no objects and no parts of what ranks hold together. An object
