@@ -79,3 +79,19 @@ def test_what_comes_back_as_nothing_else_is_refused_with_a_hint(tmp_path: Path, 
 def test_keys_that_are_none_are_refused_with_a_hint(tmp_path: Path, key: Any, text: str) -> None:
     with pytest.raises(TypeError, match=rf"^state\['x'\]\[.*\]: {text}"):
         forebay.save({"x": {key: 1}}, tmp_path)
+
+
+def test_tensors_that_are_made_of_others_say_of_which(tmp_path: Path) -> None:
+    """And those that are not dense how they become so."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Other(torch.Tensor):
+        pass
+
+    for tensor, match in (
+        (TwoTensor(torch.ones(2), torch.ones(2)), r"TwoTensor.*hint: it is made of a, b: save these"),
+        (torch.ones(2).as_subclass(Other), r"Other.*hint: save it as a plain one, .as_subclass\(torch.Tensor\)"),
+        (torch.ones(2).to_sparse(), r"sparse_coo tensor.*hint: save it as a dense one, .to_dense\(\)"),
+    ):
+        with pytest.raises(TypeError, match=r"state\['t'\]: .*" + match):
+            forebay.save({"t": tensor}, tmp_path)

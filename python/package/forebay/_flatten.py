@@ -17,7 +17,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Optional
 
-from ._hints import hint_for, hint_for_key
+from ._hints import hint_for, hint_for_key, hint_for_tensor
 from ._keyed import TAGS, factory_name
 from ._leaf import (
     PARTITIONED,
@@ -207,7 +207,8 @@ class Flattener:
         dtype = tensor_dtype(value) if is_plain else None
         if dtype is None:
             what = f"{layout_of(value)} tensor of {value.dtype} on {value.device}"
-            raise TypeError(f"{path}: object of type {_type_name(value)} ({what}) cannot be saved")
+            hint = hint_for_tensor(value, is_plain)
+            raise TypeError(f"{path}: object of type {_type_name(value)} ({what}) cannot be saved (hint: {hint})")
         # What has no elements is nowhere, and one address is said of all of it.
         known = [] if value.numel() == 0 else self._starts.setdefault(value.data_ptr(), [])
         for leaf in known:

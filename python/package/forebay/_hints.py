@@ -27,6 +27,19 @@ def hint_for_key(value: Any) -> str:
     return KEYS if plain is None else f"{KEYS}; use {plain}"
 
 
+def hint_for_tensor(value: Any, is_plain: bool) -> str:
+    """How what a tensor holds may be saved, of one that is not dense, or is of a class (`is_plain` of none) that makes something of
+    other tensors."""
+    if is_plain:
+        return "save it as a dense one, .to_dense(), or .dequantize()"
+    try:
+        parts = [name for name in value.__tensor_flatten__()[0] if isinstance(name, str)]
+    except Exception:
+        return "save it as a plain one, .as_subclass(torch.Tensor) or what its class gives as that, such as .dequantize()"
+    what = ", ".join(parts) or "its class tells"
+    return f"it is made of {what}: save these, and make it of them again; or a plain one, such as .dequantize() gives"
+
+
 def _plain(value: Any) -> Optional[str]:
     """What says the same in plain values, for people; None where that is for them to know."""
     numpy = numpy_module()
