@@ -25,7 +25,9 @@ mod _native {
     #[pymodule_export]
     use super::held::{OpenMemory, Predecessor, begin_local, look_local, open_held, open_local, survey};
     #[pymodule_export]
-    use super::loading::{Step, check_url, find_steps, import_model, list_steps, open_step, verify};
+    use super::loading::{
+        Step, check_url, find_steps, import_model, list_pins, list_steps, open_step, set_pin, verify,
+    };
     #[pymodule_export]
     use super::ranks::{
         Arrival, Door, Group, begin_job, hash_bytes, join_job, plan_shares, refuse_if_superseded,

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
-use forebay_ckpt::catalog::{Start, StepInfo, StepKey, StepName, load_manifest, newest_number};
+use forebay_ckpt::catalog::{Start, StepInfo, StepKey, StepName, load_manifest, newest_number, pin, unpin};
 use forebay_ckpt::convert::{Export, import};
 use forebay_ckpt::dtype::Dtype;
 use forebay_ckpt::local::{Local, as_damage};
@@ -99,6 +99,35 @@ pub(crate) fn verify(py: Python<'_>, url: &str, step: Option<u64>) -> PyResult<V
     with_bucket(py, url, |bucket| async move {
         let findings = forebay_ckpt::verify(&bucket, step.map(StepName::from), &|_| {}).await?;
         Ok(findings.into_iter().map(|finding| (finding.step, finding.object, finding.fact)).collect())
+    })
+}
+
+/// Keeps a committed step from retention, as a start saved it where that is named, or leaves it to that again.
+#[pyfunction]
+pub(crate) fn set_pin(
+    py: Python<'_>,
+    url: &str,
+    step: u64,
+    start: Option<u64>,
+    pinned: bool,
+) -> PyResult<()> {
+    let name = StepName { step, start };
+    with_bucket(py, url, |bucket| async move {
+        match pinned {
+            true => pin(&bucket, name).await,
+            false => unpin(&bucket, name).await,
+        }
+    })
+}
+
+/// Every pinned step, ascending: step, incarnation.
+#[pyfunction]
+pub(crate) fn list_pins(py: Python<'_>, url: &str) -> PyResult<Vec<(u64, u64)>> {
+    with_bucket(py, url, |bucket| async move {
+        let pins = forebay_ckpt::catalog::list_pins(&bucket).await?;
+        let mut pins: Vec<_> = pins.into_iter().map(|key| (key.step, key.incarnation)).collect();
+        pins.sort_unstable();
+        Ok(pins)
     })
 }
 

@@ -48,7 +48,7 @@ class Checkpointer(Restorer):
         every: `step` saves when the step is a multiple of it; None leaves saving to `save_now`.
         every_minutes: `step` also saves when so many minutes passed since it last did; rank 0's clock counts, as of `on_signal`.
         keep: Steps to keep, the newest ones; None keeps all.
-        keep_every: Of the others, those stay that are multiples of it. Pinned ones (`forebay ckpt pin`) stay as well.
+        keep_every: Of the others, those stay that are multiples of it. Pinned ones (`pin`, `forebay ckpt pin`) stay as well.
         rng: Whether to save and restore the random number generators of Python, numpy and torch as well, those that were
             used before the save.
         snapshots: Copies of what this rank saves that host memory has room for: 2, one of which is written while the other is on
@@ -336,6 +336,35 @@ class Checkpointer(Restorer):
     def steps(self) -> list[int]:
         """Every committed step, ascending."""
         return sorted(step for step, _, _ in newest_steps(self._url)) if exists(self._url) else []
+
+    def pin(self, step: options.StepName) -> None:
+        """Keeps a step from being deleted (`keep`) until it is unpinned: the best one so far. One that is on its way to the store
+        is waited for, so that it is pinned when this returns. One rank may call it, or each of them; a step that another start
+        saves again stays beside that.
+
+        Raises `CheckpointNotFound` for a step that is not there, and what went wrong with it where it was not saved.
+        """
+        number, start = options.step_name(step)
+        if number is None:
+            raise options.refused("step", step, "a whole number, at least 0, or one such as '500.2' (as start 2 saved it)")
+        with self._lock:
+            self._check_open()
+            self._finish_staging()
+            for save in self._outcomes.under_way(number):
+                save.wait_durable()
+            _native.set_pin(source_url(self._url), number, start, True)
+
+    def unpin(self, step: options.StepName) -> None:
+        """Leaves a step to `keep` again, which deletes it with the next save where it is not among those that stay. One that is
+        not pinned is no error; one that is not there is `CheckpointNotFound`."""
+        number, start = options.step_name(step)
+        if number is None:
+            raise options.refused("step", step, "a whole number, at least 0, or one such as '500.2' (as start 2 saved it)")
+        _native.set_pin(source_url(self._url), number, start, False)
+
+    def pins(self) -> list[int]:
+        """Every pinned step, ascending."""
+        return sorted({step for step, _ in _native.list_pins(self._url)}) if exists(self._url) else []
 
     def close(self) -> None:
         """Waits until no save is under way and the agent has ended. Tells what went wrong (`on_error`)."""
