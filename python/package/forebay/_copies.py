@@ -8,7 +8,7 @@ program to say (`replicated=`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 from ._alike import digest_each
 from ._leaf import Leaf, torch_module

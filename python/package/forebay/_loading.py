@@ -26,7 +26,8 @@ from ._grammar import check_tree
 from ._keyed import KEYED
 from ._merge import MARK, Path, left_by_all, merged, rename, shown, tag_of, tensor_names
 from ._ranks import Ranks, use_together
-from ._place import Placer, named_parts
+from ._parts import named_parts
+from ._place import Placer
 from ._tensors import IN_PART, NOBODY, Node, Tensors
 from ._together import read_shared
 from ._unflatten import Builder

@@ -11,7 +11,7 @@ import fnmatch
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Optional
 
 from ._choice import APART_HINT, HINT, SHAPE_HINT, Choice
 from ._errors import CheckpointMismatch
@@ -30,10 +30,11 @@ from ._leaf import (
     torch_dtype,
     torch_module,
 )
-from ._merge import MARK, Path, asked, goes_by_number, is_numbered, refuse_mark, shown, tag_of, tensor_names
+from ._merge import MARK, Path, asked, goes_by_number, is_numbered, refuse_mark, shown, tag_of
 from ._modules import Module, is_extra, takes_its_names_alone, unsaved_buffers
 from ._objects import Pairs, give_state, is_stateful, state_of
 from ._optimizers import names, tells_copies
+from ._parts import differences, has_parts, is_empty, is_nothing, join, named_parts, torch_like
 from ._place_optimizer import OptimizerPlacer, taken
 from ._place_own import OwnPlacer
 from ._renamed import Renamer
@@ -258,14 +259,14 @@ class Placer:
             return {
                 **node,
                 "v": [
-                    [key, self._new(value, f"{path}[{called!r}]", _join(name, str(called)))]
+                    [key, self._new(value, f"{path}[{called!r}]", join(name, str(called)))]
                     for key, value, called in pairs
-                    if self._wants_any(value, _join(name, str(called)))
+                    if self._wants_any(value, join(name, str(called)))
                 ],
             }
         for index, part in enumerate(node if isinstance(node, list) else node["v"] if tag == "tuple" else ()):
             if isinstance(part, (dict, list)):
-                self._new(part, f"{path}[{index}]", _join(name, str(index)))
+                self._new(part, f"{path}[{index}]", join(name, str(index)))
         return node
 
     def _place_object(self, node: Node, live: Any, path: str, name: str) -> None:
@@ -366,7 +367,7 @@ class Placer:
         is_whole = self._wants(f"{name}.")
 
         def wants(key: Any) -> bool:
-            called = _join(name, str(key))
+            called = join(name, str(key))
             return not self._leaves(called) if is_whole else self._wants(called)
 
         return {key: saved[key] for key in saved if wants(key)}, {key: has[key] for key in has if wants(key)}
@@ -380,7 +381,7 @@ class Placer:
             # Who has no such state, and who tells that there is nothing in it, mean the same.
             saved = {key: one for key, one in saved.items() if key in has or not (is_extra(key) and self._is_nothing(one))}
             has = {key: one for key, one in has.items() if key in saved or not (is_extra(key) and is_nothing(one))}
-        found = dict(_differences(saved, has))
+        found = dict(differences(saved, has))
         if not found:
             return saved, has
         if self._choice.strict:
@@ -390,8 +391,8 @@ class Placer:
         if has and not common and (is_module or not name):
             told = "; ".join(f"{what} {keys}" for what, keys in found.items())
             raise CheckpointMismatch(f"{path}: nothing of it was saved under its names: {told} ({APART_HINT})")
-        self.missing += [_join(name, str(key)) for key in has if key not in saved and not is_empty(has[key])]
-        self.unexpected += [_join(name, str(key)) for key in saved if key not in has]
+        self.missing += [join(name, str(key)) for key in has if key not in saved and not is_empty(has[key])]
+        self.unexpected += [join(name, str(key)) for key in saved if key not in has]
         return {key: saved[key] for key in common}, {key: has[key] for key in common}
 
     def _is_nothing(self, node: Node) -> bool:
@@ -452,24 +453,24 @@ class Placer:
         saved = self._builder.items(node["v"])
         has, are_data = live, is_data(node) and TAGS.get(type(live)) == node["t"]
         if self._choice.patterns:
-            saved = {key: value for key, value in saved.items() if self._wants_any(value, _join(name, str(key)))}
-            has = {key: value for key, value in live.items() if key in saved or self._wants(_join(name, str(key)))}
+            saved = {key: value for key, value in saved.items() if self._wants_any(value, join(name, str(key)))}
+            has = {key: value for key, value in live.items() if key in saved or self._wants(join(name, str(key)))}
         if self._is_blank(live):
             for key, value in saved.items():
-                new = self._later(self._new(value, f"{path}[{key!r}]", _join(name, str(key))))
+                new = self._later(self._new(value, f"{path}[{key!r}]", join(name, str(key))))
                 self._copies.append(partial(_set, live, key, new))
             return
         then = self._exchange(live, saved, has) if are_data else None
         if are_data:
             saved, has = (
                 {key: value for key, value in saved.items() if key in has},
-                {key: value for key, value in has.items() if key in saved or _has_parts(value)},
+                {key: value for key, value in has.items() if key in saved or has_parts(value)},
             )
         saved, _ = self._common(saved, has, path, name)
         if is_numbered(saved.items()):
             self.numbered.append(path)
         for key, value in saved.items():
-            make = self._place(value, live[key], f"{path}[{key!r}]", _join(name, str(key)))
+            make = self._place(value, live[key], f"{path}[{key!r}]", join(name, str(key)))
             if make is not None:
                 self._copies.append(partial(_set, live, key, make))
         if then is not None:
@@ -497,7 +498,7 @@ class Placer:
         if len(parts) != len(live):
             raise CheckpointMismatch(f"{path}: {len(parts)} entries were saved, the state has {len(live)} ({SHAPE_HINT})")
         makes = [
-            self._place(part, live[index], f"{path}[{index}]", _join(name, str(index)))
+            self._place(part, live[index], f"{path}[{index}]", join(name, str(index)))
             for index, part in enumerate(parts)
         ]
         if wanted is tuple:
@@ -550,17 +551,6 @@ class Placer:
             self._copies.append(lambda: numpy.copyto(live, make()))
 
 
-def _differences(saved: dict[Any, Any], live: dict[Any, Any]) -> Iterator[tuple[str, str]]:
-    """Which keys only one side has, the first few."""
-    for what, keys in (
-        # An empty dict is nothing that can be lacking.
-        ("the checkpoint lacks", {key for key in live.keys() - saved.keys() if not is_empty(live[key])}),
-        ("the state lacks", saved.keys() - live.keys()),
-    ):
-        if keys:
-            yield what, ", ".join(sorted(map(repr, keys))[:5])
-
-
 WHOLE_ONLY = "it is restored with its whole module only"
 """Why a part of a module's state is not taken."""
 
@@ -586,51 +576,6 @@ def _check_factory(node: Node, live: Any, path: str) -> None:
     if node["t"] == "defaultdict" and type(live) is defaultdict and live.default_factory is not FACTORIES[node["f"]]:
         made = getattr(live.default_factory, "__qualname__", live.default_factory)
         raise CheckpointMismatch(f"{path}: a defaultdict of {node['f']} was saved, the state has one of {made}")
-
-
-def _has_parts(live: Any) -> bool:
-    """Whether tensors, arrays or objects with a state lie in a live value."""
-    if isinstance(live, (dict, list, tuple)):
-        return any(map(_has_parts, live.values() if isinstance(live, dict) else live))
-    return torch_like(live) or is_stateful(live)
-
-
-def is_empty(value: Any) -> bool:
-    """Whether a value is an empty dict."""
-    return isinstance(value, dict) and not value
-
-
-def is_nothing(value: Any) -> bool:
-    """Whether what torch calls extra state of a module says nothing: None, an empty text or dict, or, as TransformerEngine's
-    modules tell where they have none, a tensor without elements."""
-    torch = torch_module()
-    if torch is not None and isinstance(value, torch.Tensor):
-        return bool(value.numel() == 0)
-    return value is None or (isinstance(value, (bytes, bytearray, str, dict, list, tuple)) and not value)
-
-
-def torch_like(value: Any) -> bool:
-    """Whether a value is a tensor or an array, which is filled in place."""
-    torch, numpy = torch_module(), numpy_module()
-    return (torch is not None and isinstance(value, torch.Tensor)) or (
-        numpy is not None and isinstance(value, numpy.ndarray)
-    )
-
-
-def named_parts(node: Node, name: str) -> Iterator[tuple[str, Node]]:
-    """The entries of a container of the tree, and their names."""
-    tag = node.get("t") if isinstance(node, dict) else None
-    if tag in KEYED:
-        for key, value in node["v"]:
-            # As the saving side names them; keys of other kinds have no pattern's names.
-            yield _join(name, str(key)), value
-    elif isinstance(node, list) or tag == "tuple":
-        for index, value in enumerate(node if isinstance(node, list) else node["v"]):
-            yield _join(name, str(index)), value
-
-
-def _join(name: str, part: str) -> str:
-    return f"{name}.{part}" if name else part
 
 
 def _set(container: Any, key: Any, make: Callable[[], Any]) -> None:

@@ -10,6 +10,7 @@ from ._errors import CheckpointInvalid
 from ._keyed import is_data, pairs_of
 from ._leaf import torch_module
 from ._merge import groups_of, tag_of
+from ._parts import join
 
 Node = Any
 
@@ -43,7 +44,7 @@ class Renamer:
         called = {key: self._called(key, name, saved) for key in live if type(key) is str}
         made = self._dict(node, called, name, saved)
         items = [
-            [key, self.renamed(value, live[key], _join(name, key), _join(saved, called[key]))]
+            [key, self.renamed(value, live[key], join(name, key), join(saved, called[key]))]
             if type(key) is str and key in called
             else [key, value]
             for key, value in made["v"]
@@ -55,14 +56,14 @@ class Renamer:
         if not isinstance(live, (list, tuple)) or len(live) != len(parts):
             return node
         found = [
-            self.renamed(part, value, _join(name, str(index)), _join(saved, str(index)))
+            self.renamed(part, value, join(name, str(index)), join(saved, str(index)))
             for index, (part, value) in enumerate(zip(parts, live))
         ]
         return found if isinstance(node, list) else {**node, "v": found}
 
     def _called(self, key: str, name: str, saved: str) -> str:
         """The key of something in the checkpoint, of its key in the state."""
-        whole = _join(name, key)
+        whole = join(name, key)
         found = self._choice.saved_name(whole)
         if found == whole:
             return key
@@ -88,7 +89,7 @@ class Renamer:
 
     def _optimizer(self, node: Node, names: Iterable[str], name: str, saved: str) -> Node:
         """An optimizer's state by the names that parameters have now."""
-        own = {self._called(key, _join(name, "state"), _join(saved, "state")): key for key in names}
+        own = {self._called(key, join(name, "state"), join(saved, "state")): key for key in names}
         items = dict(node["v"])
         state = {**items["state"], "v": [[own.get(key, key), value] for key, value in items["state"]["v"]]}
         groups = [
@@ -102,7 +103,3 @@ class Renamer:
             for group in items["param_groups"]
         ]
         return {**node, "v": [["state", state], ["param_groups", groups]]}
-
-
-def _join(name: str, part: str) -> str:
-    return f"{name}.{part}" if name else part
