@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import forebay
+import forebay.lightning
 
 
 def partitioned() -> Any:
@@ -39,3 +40,20 @@ def test_nor_restored(tmp_path: Path) -> None:
     for strict in (True, False):
         with pytest.raises(forebay.CheckpointMismatch, match="model.0.weight: a parameter that DeepSpeed has partitioned"):
             forebay.load_model(tmp_path, partitioned(), strict=strict)
+
+
+def test_nor_saved_by_lightning(tmp_path: Path) -> None:
+    """Which gathers the state of a strategy's module first: empty tensors that tell nothing of it."""
+
+    class DeepSpeedStrategy:
+        """As much of one as is asked."""
+
+        model, optimizers = partitioned(), ()
+
+        def broadcast(self, value: Any) -> Any:
+            return value
+
+    strategy = forebay.lightning.sharded(DeepSpeedStrategy)()
+    with pytest.raises(forebay.CheckpointInvalid, match="0.weight: a parameter that DeepSpeed has partitioned"):
+        strategy.save_checkpoint({"global_step": 1, "state_dict": strategy.model.state_dict()}, tmp_path / "one.ckpt")
+    assert not (tmp_path / "one.ckpt").exists()

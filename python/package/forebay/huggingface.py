@@ -9,7 +9,7 @@ The callback saves model, optimizer, scheduler, the scale of the loss, the Train
 generators, while the training goes on, each step after it was logged and evaluated. `checkpoint` writes a step as the
 directory that the Trainer resumes from, which is also one that `from_pretrained` reads: of a PEFT model, that of `PeftModel`, out of
 the adapters' own files. Under torchrun every process does the same; what all of
-them hold is stored once. For Trainers that shard their models (FSDP, DeepSpeed) there is `forebay.dcp`.
+them hold is stored once. For Trainers that shard their models by FSDP there is `forebay.dcp`; DeepSpeed's are not saved.
 
 Of a Trainer that was killed, and is started again on the same host, `checkpoint` writes the newest step that was sealed, out
 of the memory that its agents still hold (`linger=`), in the store or not.

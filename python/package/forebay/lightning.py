@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union, cast
 from ._checkpointer import Checkpointer
 from ._errors import CheckpointInvalid, CheckpointNotFound, CheckpointWarning
 from ._files import load
+from ._leaf import PARTITIONED, partitioned
 from ._loading import load_rest, with_step
 from ._options import checked
 from ._passed import CheckpointOptions, passed_on
@@ -103,6 +104,10 @@ def sharded(strategy: S, allow_pickle: bool = False, **options: Unpack[Checkpoin
             """Saves what each rank has; returns once it is durable. An earlier one at `filepath` is replaced."""
             if storage_options is not None:
                 raise TypeError("storage_options are for fsspec; Forebay takes credentials from the environment")
+            # What Lightning gathered of such a module are tensors that tell nothing of it.
+            name = partitioned(self.model) if hasattr(self.model, "named_parameters") else None
+            if name is not None:
+                raise CheckpointInvalid(f"{name}: {PARTITIONED}")
             _save(checkpoint, self.broadcast(os.fspath(filepath)), allow_pickle, None, given)
 
         def load_checkpoint(self, checkpoint_path: Place, weights_only: Optional[bool] = None) -> dict[str, Any]:
