@@ -29,7 +29,7 @@ from ._signals import Names, Notice, numbers_of
 from ._sizes import SNAPSHOTS, Sizer, tell_memory
 from ._sources import newest_common
 from ._timeline import Timeline
-from ._url import bucket_url, exists
+from ._url import bucket_url, exists, source_url
 
 LINGER_S = 600.0
 """How long an agent holds the newest steps for the successor of a killed trainer, in seconds: a restart on the same host
