@@ -123,8 +123,7 @@ mod tests {
         }
         drop(held);
         futures::future::join_all(waiting).await;
-        let got = got.lock().clone();
-        got
+        got.lock().clone()
     }
 
     #[tokio::test]
