@@ -81,17 +81,7 @@ pub(super) fn commit_layout(
     }
     let before = change.replace_stored((ino, &mut inode), stored, &layout, home)?;
     if let Some(intent) = &intent {
-        let is_there = layout.blobs().any(|blob| blob.key == intent.key);
-        // What was asked of the store may be there all the same, or on its way: the intent tells then that it is older. Who
-        // brings bytes elsewhere has asked for nothing since he settled it; another mount may have.
-        let may_come = content.awaits || change.shared.holds.is_others(ino, change.session);
-        if is_there || !(content.mtime.is_some() || may_come) || intent.announced().is_none() {
-            change.end_intent(ino, intent)?;
-        }
-        if !is_there {
-            // The mover tries again.
-            change.queue_move(ino)?;
-        }
+        end_intent(change, (ino, intent), content, &layout)?;
     }
     if layout.single_blob().is_some_and(|blob| change.shared.aside.has(&blob.key)) {
         change.queue_move(ino)?;
@@ -110,6 +100,27 @@ pub(super) fn commit_layout(
     change.put_inode(ino, &inode)?;
     change.settle_home(ino, &inode)?;
     Ok(inode.attributes(ino))
+}
+
+/// Ends an intent where the commit tells what came of it.
+fn end_intent(
+    change: &mut Change<'_, '_>,
+    (ino, intent): (InodeId, &Intent),
+    content: &Content,
+    layout: &FileLayout,
+) -> Result<()> {
+    let is_there = layout.blobs().any(|blob| blob.key == intent.key);
+    // What was asked of the store may be there all the same, or on its way: the intent tells then that it is older. Who
+    // brings bytes elsewhere has asked for nothing since he settled it; another mount may have.
+    let may_come = content.awaits || change.shared.holds.is_others(ino, change.session);
+    if is_there || !(content.mtime.is_some() || may_come) || intent.announced().is_none() {
+        change.end_intent(ino, intent)?;
+    }
+    if !is_there {
+        // The mover tries again.
+        change.queue_move(ino)?;
+    }
+    Ok(())
 }
 
 /// The blobs of the extents that a file did not have before.
