@@ -30,6 +30,8 @@ pub enum ErrorKind {
     Denied,
     /// This store, kernel or configuration cannot do it.
     Unsupported,
+    /// The store will not take the request or give the object, however often it is asked; a person has to change something.
+    Refused,
     /// An invariant of Forebay's own was broken.
     Bug,
     /// A path component is not a directory.
@@ -63,6 +65,7 @@ impl ErrorKind {
             Self::OverQuota => "quota exceeded",
             Self::Denied => "denied",
             Self::Unsupported => "unsupported",
+            Self::Refused => "refused",
             Self::Bug => "internal error",
             Self::NotDirectory => "not a directory",
             Self::IsDirectory => "is a directory",

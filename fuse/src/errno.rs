@@ -32,6 +32,8 @@ impl From<ErrorKind> for Errno {
             ErrorKind::Denied => libc::EACCES,
             // Never ENOSYS: the kernel takes that as "never ask again" for the whole mount.
             ErrorKind::Unsupported => libc::EOPNOTSUPP,
+            // Neither what the program asked nor who asks is wrong; the log has the store's reason.
+            ErrorKind::Refused => libc::EIO,
             ErrorKind::Bug => libc::EIO,
             ErrorKind::NotDirectory => libc::ENOTDIR,
             ErrorKind::IsDirectory => libc::EISDIR,
@@ -54,6 +56,7 @@ impl From<Error> for Errno {
             | ErrorKind::Conflict
             | ErrorKind::Stale
             | ErrorKind::NoSpace
+            | ErrorKind::Refused
             | ErrorKind::Denied => {
                 warn!(%kind, %failure, "request failed");
             }
@@ -82,6 +85,7 @@ mod tests {
             (ErrorKind::OverQuota, libc::EDQUOT),
             (ErrorKind::Denied, libc::EACCES),
             (ErrorKind::Unsupported, libc::EOPNOTSUPP),
+            (ErrorKind::Refused, libc::EIO),
             (ErrorKind::Bug, libc::EIO),
             (ErrorKind::NotDirectory, libc::ENOTDIR),
             (ErrorKind::IsDirectory, libc::EISDIR),

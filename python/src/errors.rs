@@ -14,7 +14,9 @@ pub(crate) fn exception(error: &Error) -> PyErr {
         ErrorKind::Exists | ErrorKind::Conflict => "CheckpointConflict",
         ErrorKind::Denied | ErrorKind::ReadOnly => "CheckpointDenied",
         ErrorKind::NoSpace | ErrorKind::OverQuota => "CheckpointNoSpace",
-        ErrorKind::Invalid | ErrorKind::Unsupported | ErrorKind::TooLarge => "CheckpointInvalid",
+        ErrorKind::Invalid | ErrorKind::Unsupported | ErrorKind::Refused | ErrorKind::TooLarge => {
+            "CheckpointInvalid"
+        }
         ErrorKind::NotDirectory | ErrorKind::IsDirectory | ErrorKind::NameTooLong => "CheckpointInvalid",
         ErrorKind::NotEmpty | ErrorKind::NoAttribute | ErrorKind::Bug => "CheckpointError",
     };

@@ -123,6 +123,14 @@ impl Server {
         assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
     }
 
+    /// Puts an object at `/BUCKET/KEY` that is archived at once. moto only.
+    pub fn put_archived(&self, path: &str, body: &str) {
+        let class = "x-amz-storage-class: GLACIER\r\n";
+        let answer =
+            self.program.request_with(&format!("PUT /{path}"), class, body).expect("the server answers");
+        assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
+    }
+
     /// The settings with which `Bucket::open` reaches it.
     pub fn settings(&self) -> StoreSettings {
         let options = [

@@ -82,6 +82,11 @@ impl Program {
 
     /// One request, unsigned; `body` is JSON.
     pub(crate) fn request(&self, line: &str, body: &str) -> std::io::Result<String> {
+        self.request_with(line, "", body)
+    }
+
+    /// The same with further headers, each with its end of line.
+    pub(crate) fn request_with(&self, line: &str, headers: &str, body: &str) -> std::io::Result<String> {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port))?;
         stream.set_read_timeout(Some(Duration::from_secs(10)))?;
         let head = format!(
@@ -89,7 +94,7 @@ impl Program {
             self.port,
             body.len()
         );
-        write!(stream, "{head}Connection: close\r\n\r\n{body}")?;
+        write!(stream, "{head}{headers}Connection: close\r\n\r\n{body}")?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer)?;
         Ok(answer)

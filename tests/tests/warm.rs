@@ -245,6 +245,28 @@ fn what_the_store_lost_is_named() {
     assert_eq!(outcome["complete"], Value::Bool(false));
 }
 
+/// What lies in Glacier looked like a matter of permissions, in the middle of an epoch.
+#[test]
+fn what_is_archived_is_named_with_its_storage_class() {
+    let server = Server::shared();
+    let machine = Machine::new(server.envs());
+    let name = server.create_bucket();
+    server.put_archived(&format!("{name}/cold"), "cold bytes");
+    let (source, cache) = (format!("s3://{name}"), machine.cache());
+    let outcome = machine.forebay(&["warmup", &source, "--cache-dir", &cache]);
+    outcome.failed_with("1 of 1 blocks", "run it again");
+    let cause = format!("cold in {source} is archived (storage class GLACIER)");
+    assert!(outcome.stderr.contains(&cause) && outcome.stderr.contains("missing: cold"), "{outcome}");
+    if !require_fuse("what_is_archived_is_named_with_its_storage_class") {
+        return;
+    }
+    let mount = machine.mount(&source, &["--read-only"]);
+    let path = mount.path().join("cold");
+    assert_eq!(fs::metadata(&path).expect("it is listed").len(), 10);
+    let error = fs::read(&path).expect_err("it is archived");
+    assert_eq!(error.raw_os_error(), Some(libc::EIO), "{error}");
+}
+
 #[test]
 fn a_cache_that_is_too_small_is_told() {
     let machine = Machine::new(Vec::new());

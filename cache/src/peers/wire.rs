@@ -383,7 +383,7 @@ const RESIDENCIES: [Residency; 4] =
     [Residency::Absent, Residency::Memory, Residency::Disk, Residency::Damaged];
 
 /// The same; kinds that are not among them go as the first.
-const ERRORS: [ErrorKind; 9] = [
+const ERRORS: [ErrorKind; 10] = [
     ErrorKind::Unavailable,
     ErrorKind::NotFound,
     ErrorKind::Stale,
@@ -393,6 +393,7 @@ const ERRORS: [ErrorKind; 9] = [
     ErrorKind::Unsupported,
     ErrorKind::Invalid,
     ErrorKind::Bug,
+    ErrorKind::Refused,
 ];
 
 /// The code that something has on the network.

@@ -374,7 +374,7 @@ pub struct WireError {
 }
 
 /// The kinds that an agent's errors have; any other arrives as `Unavailable`.
-const KINDS: [ErrorKind; 11] = [
+const KINDS: [ErrorKind; 12] = [
     ErrorKind::NotFound,
     ErrorKind::Invalid,
     ErrorKind::Conflict,
@@ -385,6 +385,7 @@ const KINDS: [ErrorKind; 11] = [
     ErrorKind::TooLarge,
     ErrorKind::Denied,
     ErrorKind::Unsupported,
+    ErrorKind::Refused,
     ErrorKind::Bug,
 ];
 

@@ -257,9 +257,11 @@ fn explain(bucket: &str, error: &object_store::Error) -> Option<Error> {
     });
     let code = service.as_ref().map(|(code, _)| code.as_str()).or_else(|| code_in(&text)).unwrap_or("");
     let said = service.as_ref().map(|(_, message)| message.as_str()).or_else(|| between(&text, "Message"));
+    let said = said.unwrap_or("no reason given");
     let known = match code {
         "" => None,
-        code => by_code(bucket, code, said.unwrap_or("no reason given")),
+        "InvalidObjectState" | "ObjectNotInActiveTierError" => Some(archived(bucket, error, &text)),
+        code => by_code(bucket, code, said).or_else(|| by_refusal(bucket, code, said)),
     };
     let has_given_up = matches!(find::<Fault>(error), Some(Fault::GaveUp { .. }));
     known
@@ -374,6 +376,12 @@ fn by_code(bucket: &str, code: &str, said: &str) -> Option<Error> {
             format!("{bucket} is in another region ({said})"),
             "set AWS_REGION to the bucket's region",
         ),
+        // Alibaba's, Tencent's and Volcengine's names for one thing.
+        "SecondLevelDomainForbidden" | "PathStyleDomainForbidden" | "InvalidPathAccess" => (
+            ErrorKind::Invalid,
+            format!("the store of {bucket} wants the bucket in the name of its host ({code}: {said})"),
+            "set AWS_VIRTUAL_HOSTED_STYLE_REQUEST=true; AWS_ENDPOINT_URL stays the store's own",
+        ),
         "RequestTimeTooSkewed" => clock(said),
         "KeyTooLongError" => (
             ErrorKind::Invalid,
@@ -388,6 +396,53 @@ fn by_code(bucket: &str, code: &str, said: &str) -> Option<Error> {
         _ => return None,
     };
     Some(Error::new(kind, message).with_hint(hint))
+}
+
+/// What S3's errors name that will not pass, whatever is tried again: of uploads in parts, of sizes, of what the store does not
+/// take at all.
+fn by_refusal(bucket: &str, code: &str, said: &str) -> Option<Error> {
+    let (kind, hint) = match code {
+        "InvalidPart" | "InvalidPartOrder" | "EntityTooSmall" => (
+            ErrorKind::Refused,
+            "the store did not take the object in these parts; if it wants all but the last of one size, set even_parts of \
+             [volume.store]",
+        ),
+        "EntityTooLarge" => {
+            (ErrorKind::TooLarge, "the store keeps no object, or takes no part, of this size")
+        }
+        "InvalidRequest"
+        | "InvalidArgument"
+        | "InvalidStorageClass"
+        | "InvalidEncryptionAlgorithmError"
+        | "MalformedXML"
+        | "MetadataTooLarge" => (
+            ErrorKind::Refused,
+            "`forebay doctor` shows what the store supports; if options were set for it, as of encryption or checksums, check those",
+        ),
+        _ => return None,
+    };
+    Some(
+        Error::new(kind, format!("{bucket} does not take this, now or later ({code}: {said})"))
+            .with_hint(hint),
+    )
+}
+
+/// An object that is there and has to be restored before it can be read.
+fn archived(bucket: &str, error: &object_store::Error, text: &str) -> Error {
+    let class =
+        between(text, "StorageClass").map(|class| format!(" (storage class {class})")).unwrap_or_default();
+    // Of what is asked for from here, as of copies, the path is another one.
+    let message = match error {
+        object_store::Error::PermissionDenied { path, .. } if service_code(error).is_none() => {
+            format!("{path} in {bucket} is archived{class}")
+        }
+        object_store::Error::PermissionDenied { path, .. } => {
+            format!("an object is archived that {path} in {bucket} is to be made of")
+        }
+        _ => format!("an object in {bucket} is archived{class}"),
+    };
+    Error::new(ErrorKind::Refused, message)
+        .with_hint("restore it (aws s3api restore-object), which takes minutes to hours, then read it again")
 }
 
 fn clock(said: &str) -> (ErrorKind, String, &'static str) {
@@ -616,6 +671,56 @@ mod tests {
         let told = convert("s3://b", Fault::GaveUp { attempts: 3, waited_ms: 9, cause: refused }.into());
         let text = "s3://b did not answer: gave up after 3 attempts in 9 ms; the last: connection refused";
         assert_eq!(told.to_string(), text);
+    }
+
+    /// A seal that the store refused for good was tried for ever, and an archived object was a matter of permissions.
+    #[test]
+    fn what_a_store_refuses_for_good_is_no_outage() {
+        for code in [
+            "InvalidPart",
+            "InvalidPartOrder",
+            "EntityTooSmall",
+            "InvalidRequest",
+            "InvalidArgument",
+            "MalformedXML",
+        ] {
+            let told = convert("s3://b", service(400, code));
+            assert_eq!(told.kind(), ErrorKind::Refused, "{told}");
+            assert!(told.message().contains(code) && told.hint().is_some(), "{told}");
+        }
+        assert_eq!(convert("s3://b", service(400, "EntityTooLarge")).kind(), ErrorKind::TooLarge);
+        let cause = service(400, "InvalidPart");
+        let unsettled = convert("s3://b", unsettled(cause));
+        assert_eq!(unsettled.kind(), ErrorKind::Unavailable, "an earlier attempt may have come");
+    }
+
+    #[test]
+    fn an_archived_object_is_named_with_its_storage_class() {
+        let body = "<Error><Code>InvalidObjectState</Code><Message>The operation is not valid for the object's storage \
+            class</Message><StorageClass>DEEP_ARCHIVE</StorageClass></Error>";
+        let path = "a/b".to_owned();
+        let told = convert("s3://b", object_store::Error::PermissionDenied { path, source: body.into() });
+        assert_eq!(told.kind(), ErrorKind::Refused);
+        assert_eq!(told.message(), "a/b in s3://b is archived (storage class DEEP_ARCHIVE)");
+        assert!(told.hint().is_some_and(|hint| hint.contains("restore-object")), "{told}");
+        // As it is said of a copy, which is asked for from here.
+        let source = Box::new(Fault::Service {
+            status: 403,
+            code: "InvalidObjectState".into(),
+            message: "why".into(),
+        });
+        let told = convert("s3://b", object_store::Error::PermissionDenied { path: "c".into(), source });
+        assert_eq!(told.message(), "an object is archived that c in s3://b is to be made of");
+    }
+
+    #[test]
+    fn a_store_that_wants_the_bucket_in_its_host_name_is_no_matter_of_permissions() {
+        for code in ["SecondLevelDomainForbidden", "PathStyleDomainForbidden"] {
+            let told = convert("s3://b", service(403, code));
+            assert_eq!(told.kind(), ErrorKind::Invalid, "{told}");
+            let hint = told.hint().expect("a hint");
+            assert!(hint.contains("AWS_VIRTUAL_HOSTED_STYLE_REQUEST=true"), "{hint}");
+        }
     }
 
     /// Whose folder was on a slow disk was sent to look at AWS_ENDPOINT_URL.

@@ -115,7 +115,7 @@ pub(super) struct Failure {
 }
 
 /// By the codes that they have on the network: new ones are added at the end.
-const KINDS: [ErrorKind; 19] = [
+const KINDS: [ErrorKind; 20] = [
     ErrorKind::NotFound,
     ErrorKind::Exists,
     ErrorKind::Invalid,
@@ -135,6 +135,7 @@ const KINDS: [ErrorKind; 19] = [
     ErrorKind::NameTooLong,
     ErrorKind::NoAttribute,
     ErrorKind::TooLarge,
+    ErrorKind::Refused,
 ];
 
 impl From<Error> for Failure {

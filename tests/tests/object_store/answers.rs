@@ -109,6 +109,9 @@ async fn answers_that_mean_no_are_not() {
         ("301 Moved Permanently", "PermanentRedirect", ErrorKind::Invalid),
         ("412 Precondition Failed", "PreconditionFailed", ErrorKind::Conflict),
         ("501 Not Implemented", "NotImplemented", ErrorKind::Unsupported),
+        ("400 Bad Request", "InvalidArgument", ErrorKind::Refused),
+        ("403 Forbidden", "InvalidObjectState", ErrorKind::Refused),
+        ("403 Forbidden", "SecondLevelDomainForbidden", ErrorKind::Invalid),
     ];
     for (status, code, kind) in cases {
         // Whoever is refused looks what is there.
