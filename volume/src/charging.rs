@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use forebay_core::{ErrorKind, Result};
 use forebay_io::mem::{Class, Permit};
-use forebay_io::object::MIN_PART_BYTES;
 
 use crate::content::Content;
 use crate::inode::OpenInode;
@@ -36,12 +35,12 @@ impl Volume {
             return Ok(permit);
         }
         let mut granted = pin!(self.budget.acquire(Class::Write, bytes));
-        let mut pause = FIRST_PAUSE;
+        let (mut pause, least_part) = (FIRST_PAUSE, self.store().bucket.least_part_bytes());
         loop {
             let mut open = self.open_inodes_that(OpenInode::holds_memory);
             open.sort_by_cached_key(|inode| inode.look(Content::readable));
             let uploads = open.iter().filter(|inode| !inode.look(Content::readable)).count() as u64;
-            let finish = uploads * MIN_PART_BYTES + bytes > self.budget.largest();
+            let finish = uploads * least_part + bytes > self.budget.largest();
             let beginnings: u64 = open.iter().map(|inode| inode.look(Content::dirty)).sum();
             let mut kept = beginnings;
             let (mut failure, mut stuck, mut others) = (None, 0, false);
@@ -70,7 +69,7 @@ impl Volume {
                     }
                 }
             }
-            let leaves_room = others && stuck + uploads * MIN_PART_BYTES + bytes <= self.budget.largest();
+            let leaves_room = others && stuck + uploads * least_part + bytes <= self.budget.largest();
             match (futures::poll!(granted.as_mut()), failure) {
                 (Poll::Ready(permit), _) => return Ok(permit),
                 (Poll::Pending, Some(error)) if !leaves_room => return Err(error),

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use forebay_core::{Blob, FileLayout, Source};
-use forebay_io::object::{COPY_PART_BYTES, MAX_PARTS, MIN_PART_BYTES};
+use forebay_io::object::{COPY_PART_BYTES, MAX_PARTS, MIN_PART_BYTES, even_part_size};
 
 /// The least part of carried bytes. Cut evenly into parts of no more than this, no part of more bytes is too small.
 const CARRIED_PART_BYTES: u64 = 2 * MIN_PART_BYTES;
@@ -28,6 +28,8 @@ pub(crate) struct Plan {
     carried: u64,
     /// The least parts that it takes.
     parts: u64,
+    /// Bytes of each part, where all but the last have to be alike.
+    even: Option<u64>,
 }
 
 impl Plan {
@@ -59,6 +61,38 @@ impl Plan {
         plan
     }
 
+    /// The same where all parts but the last have to be alike: what fills one out of one blob is copied. Of two sizes, that of
+    /// blobs as writing makes them and the least one, the one that carries less.
+    pub(crate) fn even(layout: &FileLayout, copied: bool) -> Self {
+        let least = layout.size().div_ceil(PLANNED_PARTS);
+        let [usual, small] = [even_part_size(None), MIN_PART_BYTES]
+            .map(|part| Self::cut_evenly(layout, copied, part.max(least)));
+        if small.carried < usual.carried { small } else { usual }
+    }
+
+    fn cut_evenly(layout: &FileLayout, copied: bool, part: u64) -> Self {
+        let mut plan = Self { even: Some(part), ..Self::default() };
+        let (mut planned, size) = (0, layout.size());
+        for piece in layout.pieces(0..size) {
+            let Some(Source::Blob { blob, offset }) = piece.source else { continue };
+            if !copied || blob.staged_on().is_some() {
+                continue;
+            }
+            let start = piece.range.start.next_multiple_of(part);
+            let end = if piece.range.end == size { size } else { piece.range.end / part * part };
+            if start >= end {
+                continue;
+            }
+            plan.carry(planned..start);
+            plan.parts += (end - start).div_ceil(part);
+            let within = |at: u64| offset + at - piece.range.start;
+            plan.runs.push(Run::Copied(blob, within(start)..within(end)));
+            planned = end;
+        }
+        plan.carry(planned..size);
+        plan
+    }
+
     fn carry(&mut self, range: Range<u64>) {
         if !range.is_empty() {
             self.carried += range.end - range.start;
@@ -76,14 +110,25 @@ impl Plan {
         self.carried
     }
 
+    /// Bytes of each part, where all but the last have to be alike.
+    pub(crate) fn even_part(&self) -> Option<u64> {
+        self.even
+    }
+
     /// The largest part of carried bytes: no larger than it takes to have enough of them.
     pub(crate) fn part_bytes(&self) -> u64 {
+        if let Some(part) = self.even {
+            return part;
+        }
         let left = (MAX_PARTS as u64).saturating_sub(self.parts).max(1);
         self.carried.div_ceil(left).max(CARRIED_PART_BYTES)
     }
 
     /// Bytes of each part of so many carried ones.
     pub(crate) fn cut(&self, length: u64) -> u64 {
+        if let Some(part) = self.even {
+            return part;
+        }
         length.div_ceil(length.div_ceil(self.part_bytes()).max(1))
     }
 }
@@ -151,6 +196,43 @@ mod tests {
         assert_eq!(check(&blobs(&[KIB]), true), [(KIB, true)]);
         assert_eq!(check(&blobs(&[]), true), []);
         assert_eq!(check(&layout([(6 * MIB, true), (MIB, false)]), true), [(6 * MIB, true), (MIB, false)]);
+    }
+
+    /// The runs as lengths, copied or not, of an even plan, whose parts but the last are alike and few enough.
+    fn check_even(layout: &FileLayout) -> Vec<(u64, bool)> {
+        let plan = Plan::even(layout, true);
+        let (part, mut at) = (plan.part_bytes(), 0);
+        assert!(part >= MIN_PART_BYTES && layout.size().div_ceil(part) <= MAX_PARTS as u64, "{part}");
+        let mut lengths = Vec::new();
+        for run in plan.runs() {
+            let (length, is_copied) = match run {
+                Run::Copied(_, range) => (range.end - range.start, true),
+                Run::Carried(range) => (range.end - range.start, false),
+            };
+            assert_eq!(at % part, 0, "runs begin where parts do");
+            assert_eq!(plan.cut(length), part);
+            at += length;
+            lengths.push((length, is_copied));
+        }
+        assert_eq!(at, layout.size());
+        assert_eq!(plan.carried(), lengths.iter().filter(|run| !run.1).map(|run| run.0).sum::<u64>());
+        lengths
+    }
+
+    #[test]
+    fn an_even_plan_copies_what_fills_parts_of_one_size() {
+        let blobs = |lengths: &[u64]| layout(lengths.iter().map(|length| (*length, true)));
+        assert_eq!(check_even(&blobs(&[8 * MIB; 4])), [(8 * MIB, true); 4]);
+        assert_eq!(check_even(&blobs(&[3 * GIB])), [(3 * GIB, true)], "a whole blob, with its end");
+        // What was written over does not move what lies behind it.
+        let changed = blobs(&[12 * MIB, 4 * KIB, 12 * MIB - 4 * KIB, MIB]);
+        assert_eq!(check_even(&changed), [(8 * MIB, true), (8 * MIB, false), (8 * MIB, true), (MIB, true)]);
+        assert_eq!(check_even(&blobs(&[MIB, 8 * MIB, MIB])), [(10 * MIB, false)]);
+        assert_eq!(check_even(&layout([(16 * MIB, true), (MIB, false)])), [(16 * MIB, true), (MIB, false)]);
+        assert_eq!(check_even(&blobs(&[])), []);
+        let long = check_even(&layout([(70 * GIB, true), (30 * GIB, true)]));
+        assert!(long.iter().filter(|run| !run.1).map(|run| run.0).sum::<u64>() < 16 * MIB, "{long:?}");
+        check_even(&layout(vec![(8 * MIB, true); 30_000]));
     }
 
     #[test]

@@ -147,10 +147,11 @@ impl Store {
         self.start(ino, false, UploadOptions::default()).await
     }
 
-    /// The same of the content that the file has, whose bytes are at hand elsewhere: no more than [`Self::sealing_bytes`] of them are in memory at once.
-    pub(crate) async fn start_sealing(&self, ino: InodeId) -> Result<(Upload, Placement)> {
-        let bytes_in_flight = 2 * self.write.buffer_bytes;
-        self.start(ino, true, UploadOptions { bytes_in_flight, ..UploadOptions::default() }).await
+    /// The same of the content that the file has, `size` bytes that are at hand elsewhere: no more than [`Self::sealing_bytes`] of
+    /// them are in memory at once.
+    pub(crate) async fn start_sealing(&self, ino: InodeId, size: u64) -> Result<(Upload, Placement)> {
+        let (bytes_in_flight, length) = (2 * self.write.buffer_bytes, Some(size));
+        self.start(ino, true, UploadOptions { bytes_in_flight, length, ..UploadOptions::default() }).await
     }
 
     /// Memory that it takes to seal a file: parts in flight, the one that fills up, and what is read.
@@ -181,7 +182,8 @@ impl Store {
     pub(crate) async fn put_aside(&self, ino: InodeId, layout: &FileLayout) -> Result<Blob> {
         let (tree, key) = (self.tree.clone(), self.tree.fresh_blob());
         let notes = Notes { tree, deadline_ms: self.write.deadline_ms, is_announced: false };
-        let options = UploadOptions { notes: Some(Arc::new(notes)), ..UploadOptions::default() };
+        let (notes, length) = (Some(Arc::new(notes) as _), Some(layout.size()));
+        let options = UploadOptions { notes, length, ..UploadOptions::default() };
         let mut upload = self.bucket.upload_with(&key, options)?;
         self.copy_content(layout, &mut upload).await?;
         let put = upload.complete(Condition::IfAbsent).await;
@@ -190,7 +192,10 @@ impl Store {
 
     /// How the bytes of a file get into a new object.
     fn plan(&self, layout: &FileLayout) -> Plan {
-        Plan::of(layout, self.part_copy)
+        match self.bucket.wants_even_parts() {
+            true => Plan::even(layout, self.part_copy),
+            false => Plan::of(layout, self.part_copy),
+        }
     }
 
     /// How many bytes of a file sealing moves through this host, but for those that have to leave it anyway.
@@ -227,6 +232,9 @@ impl Store {
         upload: &mut Upload,
     ) -> Result<Option<Bytes>> {
         let plan = self.plan(layout);
+        if let Some(part) = plan.even_part() {
+            upload.cut_into(part);
+        }
         for run in plan.runs() {
             match run {
                 Run::Copied(blob, range) => {

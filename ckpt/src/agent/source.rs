@@ -58,7 +58,7 @@ impl Source {
     /// How a file of so many bytes of it is uploaded. Of a copy, what is on its way is all that is in memory: its parts are
     /// as small as the store allows.
     pub(super) fn upload_options(&self, size: u64) -> UploadOptions {
-        let options = UploadOptions::default();
+        let options = UploadOptions { length: Some(size), ..UploadOptions::default() };
         match self {
             Self::Slot(_) => UploadOptions { parts_in_flight: SLOT_PARTS, ..options },
             Self::Disk(_) => {

@@ -77,8 +77,9 @@ impl StepWriter {
         let run = begin_run(bucket, start).await?;
         (manifest.run, manifest.incarnation) = (run.run.clone(), run.incarnation);
         manifest.shards = vec![shard(&layout, step, run.incarnation, run.attempt())];
+        let (bytes_in_flight, length) = (IN_FLIGHT, Some(manifest.shards[0].size));
         let options =
-            UploadOptions { conditional: false, bytes_in_flight: IN_FLIGHT, ..UploadOptions::default() };
+            UploadOptions { conditional: false, bytes_in_flight, length, ..UploadOptions::default() };
         let upload = bucket.upload_with(&manifest.shards[0].object(), options)?;
         let mut whole = Crc32c::default();
         whole.update(&layout.header);

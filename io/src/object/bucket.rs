@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -11,7 +12,7 @@ use object_store::path::Path;
 use object_store::{Attribute, CopyMode, CopyOptions, GetResult, ObjectMeta, ObjectStore, PutOptions};
 
 use super::aside::Aside;
-use super::backend::{Plain, STAGED, connect, sweep_directory};
+use super::backend::{Connected, Plain, STAGED, connect, sweep_directory};
 use super::counters::Meter;
 use super::error::convert;
 use super::front::{Front, pages};
@@ -21,7 +22,7 @@ use super::request::{DELETE_LIMIT, ListRequest, Page, Reply, Request, Shared, Up
 use super::stack::Stack;
 use super::types::{Leftover, Unfinished, put_mode};
 use super::unanswered::Unanswered;
-use super::upload::{Upload, UploadOptions};
+use super::upload::{MIN_PART_BYTES, Upload, UploadOptions, even_part_size};
 use super::{Authorship, BucketUrl, Condition, Counters, Listing, ObjectInfo, Scheme, StoreSettings};
 use crate::clock::Clock;
 use crate::task::{TaskGroup, blocking};
@@ -55,12 +56,15 @@ impl Bucket {
         if settings.max_in_flight == 0 {
             return Err(Error::invalid("max_in_flight is 0: no request could ever be sent"));
         }
-        let base = connect(url, settings).await?;
+        let Connected { service: base, wants_even_parts } = connect(url, settings).await?;
+        let even_parts = settings.even_parts || wants_even_parts;
+        let settings = &StoreSettings { even_parts, ..settings.clone() };
         let first = Self::over(url.clone(), Stack::opening(base.clone(), settings));
         if first.list_some().await?.is_empty() && url.scheme != Scheme::File && !url.prefix.is_empty() {
             // A listing below an object is empty, too.
             let root = BucketUrl { prefix: String::new(), ..url.clone() };
-            let whole = Self::over(root.clone(), Stack::opening(connect(&root, settings).await?, settings));
+            let whole =
+                Self::over(root.clone(), Stack::opening(connect(&root, settings).await?.service, settings));
             if whole.head(&ObjectKey::new(&url.prefix)).await.is_ok_and(|found| found.is_some()) {
                 return Err(Error::new(ErrorKind::NotDirectory, format!("{url} is an object, not a prefix"))
                     .with_hint("name the prefix that it is in, without its last segment"));
@@ -85,6 +89,13 @@ impl Bucket {
         let url = BucketUrl { scheme: Scheme::S3, bucket: "memory".into(), prefix: prefix.into() };
         let store = Plain::staged(Arc::new(object_store::memory::InMemory::new()), true);
         Self::over(url, Stack::new(Prefix::wrap(Arc::new(store), prefix), &StoreSettings::default()))
+    }
+
+    /// The same, refusing at its completion an upload whose parts but the last are not of one size, as Cloudflare R2 does.
+    pub fn in_memory_of_even_parts() -> Self {
+        let url = BucketUrl { scheme: Scheme::S3, bucket: "memory".into(), prefix: String::new() };
+        let store = Plain::staged(Arc::new(object_store::memory::InMemory::new()), true).of_even_parts();
+        Self::over(url, Stack::new(Arc::new(store), &StoreSettings::default()))
     }
 
     pub(super) fn over(url: BucketUrl, stack: Stack) -> Self {
@@ -120,6 +131,26 @@ impl Bucket {
     /// second after at the latest. [`super::is_withheld`] tells what was not sent at all.
     pub fn guarded(&self, guard: impl Fn() -> Result<()> + Send + Sync + 'static) -> Self {
         self.derive(|stack| stack.guard = Some(Guard(Arc::new(guard))))
+    }
+
+    /// Whether all parts of an upload but the last are of one size: the store wants it, as far as is known.
+    pub fn wants_even_parts(&self) -> bool {
+        self.0.stack.even_parts.load(Ordering::Relaxed)
+    }
+
+    /// Has them be so from now on, in all handles that derive from one another.
+    pub fn want_even_parts(&self) {
+        if !self.0.stack.even_parts.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                bucket = %self.0.name,
+                "the store wants all parts of an upload but the last to be of one size, and gets them so from now on"
+            );
+        }
+    }
+
+    /// The least bytes of a part that is not the last: what an upload may keep back after [`Upload::relieve`].
+    pub fn least_part_bytes(&self) -> u64 {
+        if self.wants_even_parts() { even_part_size(None) } else { MIN_PART_BYTES }
     }
 
     /// Whether this handle refuses writes.

@@ -206,6 +206,11 @@ pub(super) fn service_code(error: &object_store::Error) -> Option<&str> {
     })
 }
 
+/// Whether a store does not make an object of the parts that it was given.
+pub(super) fn is_about_parts(error: &object_store::Error) -> bool {
+    service_code(error) == Some("InvalidPart")
+}
+
 /// The text between `<Code>` and its end tag in a service's XML answer.
 fn code_in(text: &str) -> Option<&str> {
     between(text, "Code")

@@ -26,7 +26,9 @@ pub use in_place::InPlace;
 pub use layer::{Delay, FaultMode, Faults, Gate, Rate};
 pub use probe::Capabilities;
 pub use types::{Authorship, Condition, Leftover, Listing, ObjectInfo, Skipped, StoreSettings, Unfinished};
-pub use upload::{COPY_PART_BYTES, MAX_PARTS, MIN_PART_BYTES, Upload, UploadNotes, UploadOptions, part_size};
+pub use upload::{
+    COPY_PART_BYTES, MAX_PARTS, MIN_PART_BYTES, Upload, UploadNotes, UploadOptions, even_part_size, part_size,
+};
 pub use url::{BucketUrl, Scheme};
 
 #[cfg(test)]

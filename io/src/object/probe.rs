@@ -37,6 +37,9 @@ pub struct Capabilities {
     pub part_copy: bool,
     /// A part copy that names a version that is gone is refused.
     pub conditional_part_copy: bool,
+    /// Parts of an upload may differ in size. Not tried, as that takes 16 MiB: it is taken for granted until an upload is refused,
+    /// of stores that are not known by their names.
+    pub unequal_parts: bool,
     /// Unfinished uploads can be found.
     pub list_uploads: bool,
     /// A range of an object is exactly the bytes asked for.
@@ -115,6 +118,7 @@ impl Probe<'_> {
             conditional_complete_update: self.conditional_complete_update().await?,
             part_copy: self.part_copy().await?,
             conditional_part_copy: self.conditional_part_copy().await?,
+            unequal_parts: !self.bucket.wants_even_parts(),
             list_uploads: self.list_uploads().await?,
             range_get: self.range_get().await?,
             conditional_get: self.conditional_get().await?,

@@ -1,6 +1,7 @@
 //! The decorators of one bucket, in their order.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use super::StoreSettings;
 use super::counters::Meter;
@@ -29,6 +30,8 @@ pub(super) struct Stack {
     pub(super) tasks: TaskGroup,
     pub(super) rng: Rng,
     pub(super) settings: StoreSettings,
+    /// Whether all parts of an upload but the last have to be of one size: known from the start, or once the store said so.
+    pub(super) even_parts: Arc<AtomicBool>,
     /// How long an endpoint that takes no connection is tried, if not until the deadline.
     unreachable_ms: u64,
     is_opening: bool,
@@ -45,7 +48,7 @@ impl Stack {
         let places = Places::new(settings.max_in_flight);
         let (meter, unanswered) = (Arc::default(), Arc::default());
         let (tasks, rng) = (TaskGroup::new("bucket"), Rng::system());
-        let settings = settings.clone();
+        let (settings, even_parts) = (settings.clone(), Arc::new(AtomicBool::new(settings.even_parts)));
         let (faults, delay, rate, guard, read_only) = (None, None, None, None, false);
         let unreachable_ms = settings.deadline_ms;
         Self {
@@ -56,6 +59,7 @@ impl Stack {
             tasks,
             rng,
             settings,
+            even_parts,
             unreachable_ms,
             is_opening: false,
             faults,

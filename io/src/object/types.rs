@@ -13,13 +13,16 @@ pub struct StoreSettings {
     pub max_in_flight: usize,
     /// Milliseconds until a request that keeps failing is given up, retries included. Default 30,000.
     pub deadline_ms: u64,
+    /// All parts of an upload but the last are of one size, for stores that want that. Default false: Cloudflare R2 is known by its
+    /// endpoint's name, and others are once they refuse an upload, which is lost.
+    pub even_parts: bool,
     /// Extra store options by their object_store names, e.g. `aws_region`; they override the environment.
     pub options: std::collections::BTreeMap<String, String>,
 }
 
 impl Default for StoreSettings {
     fn default() -> Self {
-        Self { max_in_flight: 64, deadline_ms: 30_000, options: Default::default() }
+        Self { max_in_flight: 64, deadline_ms: 30_000, even_parts: false, options: Default::default() }
     }
 }
 

@@ -1,44 +1,33 @@
 //! Writing an object front to back, in parts.
 //!
 //! Bytes are cut into parts that are sent side by side while more are written. What never outgrows one part is
-//! sent as a single PUT. Completion, and the abort of an upload that is dropped, run as tasks of the bucket: they go
-//! on when the caller's future is dropped.
+//! sent as a single PUT. Parts grow, as the length is seldom known and their number is bounded; some stores (Cloudflare's
+//! R2) want all but the last of one size, and get them so. Completion, and the abort of an upload that is dropped, run as
+//! tasks of the bucket: they go on when the caller's future is dropped.
 
+mod sizes;
+mod piece;
+
+use std::ops::Range;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
+use forebay_core::units::MIB;
 use forebay_core::{Error, ErrorKind, ObjectKey, Result, Version};
 use futures::stream::{FuturesUnordered, StreamExt};
 use object_store::multipart::PartId;
 use object_store::{PutMultipartOptions, PutPayload};
 use tokio::time::Instant;
 
+use self::piece::Piece;
+pub use self::sizes::{COPY_PART_BYTES, MAX_PARTS, MIN_PART_BYTES, even_part_size, part_size};
+use super::error::is_about_parts;
 use super::request::{PastCache, Request, UploadId};
 use super::unanswered::Active;
 use super::{Bucket, Condition, ObjectInfo};
 use crate::mem::Permit;
 use crate::task::Task;
-
-const MIB: u64 = 1 << 20;
-/// The most parts of one upload, as S3 has it.
-pub const MAX_PARTS: usize = 10_000;
-/// The least bytes of a part that is not the last, as S3 has it.
-pub const MIN_PART_BYTES: u64 = 5 * MIB;
-/// The largest piece that one part copies inside the store. S3 allows 5 GiB; smaller ones run side by side.
-pub const COPY_PART_BYTES: u64 = 1 << 30;
-/// The first part, and with it the largest object that is one PUT.
-const FIRST_PART_BYTES: u64 = 8 * MIB;
-/// Parts of one size; then the size doubles. With 800, an object needs parts of about 1/800 of its size.
-const PARTS_OF_A_SIZE: usize = 800;
-/// The largest part, as S3 has it.
-const LARGEST_PART_BYTES: u64 = 5 << 30;
-
-/// Bytes of part `index`, counted from 0: 8 MiB for the first 800 parts, then doubling every 800 up to 5 GiB. All
-/// 10,000 parts together hold more than 16 TiB.
-pub fn part_size(index: usize) -> u64 {
-    (FIRST_PART_BYTES << (index / PARTS_OF_A_SIZE).min(20)).min(LARGEST_PART_BYTES)
-}
 
 /// Told of uploads in parts, so that those of a process that died are found.
 #[async_trait]
@@ -65,8 +54,10 @@ pub struct UploadOptions {
     pub parts_in_flight: usize,
     /// Bytes of parts in flight at once; a single larger part may still be. Default 256 MiB.
     pub bytes_in_flight: u64,
-    /// A fixed part size instead of [`part_size`], for stores that want all parts alike and for tests.
+    /// A fixed part size instead of [`part_size`].
     pub part_bytes: Option<u64>,
+    /// Its length, where that is known: parts that have to be alike are chosen by it. Default unknown.
+    pub length: Option<u64>,
     /// Who is told where it begins and ends. Default nobody.
     pub notes: Option<Arc<dyn UploadNotes>>,
     /// Its length, where that is known and nobody reads it soon: a directory on a disk of this host takes the room at once and
@@ -84,6 +75,7 @@ impl Default for UploadOptions {
             parts_in_flight: 32,
             bytes_in_flight: 256 * MIB,
             part_bytes: None,
+            length: None,
             notes: None,
             past_cache: None,
             conditional: true,
@@ -104,6 +96,8 @@ struct State {
     bucket: Bucket,
     key: ObjectKey,
     options: UploadOptions,
+    /// Whether all parts but the last have to be alike, as far as was known when it was begun.
+    is_even: bool,
     /// Written and not yet cut into a part.
     pending: Vec<Piece>,
     pending_bytes: u64,
@@ -117,49 +111,11 @@ struct State {
     running: FuturesUnordered<Task<Sent>>,
     running_bytes: u64,
     parts: Vec<Option<PartId>>,
+    /// Bytes of each of them.
+    lengths: Vec<u64>,
     /// Bytes in parts that were sent or are being sent.
     offset: u64,
     failed: Option<Error>,
-}
-
-/// Bytes and what charges them.
-#[derive(Debug)]
-struct Piece {
-    data: Bytes,
-    permit: Option<Permit>,
-}
-
-/// Pieces of fewer bytes are put together with those before them.
-const SMALL: usize = 4 << 10;
-/// Bytes up to which they are.
-const GATHERED: usize = 64 << 10;
-
-impl Piece {
-    /// This piece and the `next` one, which are one where that is short.
-    fn with(self, next: Self) -> impl Iterator<Item = Self> {
-        if next.data.len() >= SMALL || self.data.len() + next.data.len() > GATHERED {
-            return [Some(self), Some(next)].into_iter().flatten();
-        }
-        let Self { data, mut permit } = self;
-        // Where somebody else has those bytes, too, they are copied, once.
-        let mut whole = data.try_into_mut().unwrap_or_else(|data| BytesMut::from(&data[..]));
-        whole.extend_from_slice(&next.data);
-        match (&mut permit, next.permit) {
-            (Some(permit), Some(other)) => {
-                permit.join(other);
-                permit.shrink(whole.len() as u64);
-            }
-            (None, other) => permit = other,
-            (Some(_), None) => {}
-        }
-        [Some(Self { data: whole.freeze(), permit }), None].into_iter().flatten()
-    }
-
-    /// Takes the first `bytes` off, with their share of the permit.
-    fn split_to(&mut self, bytes: usize) -> Self {
-        let permit = self.permit.as_mut().map(|permit| permit.split(bytes as u64));
-        Self { data: self.data.split_to(bytes), permit }
-    }
 }
 
 /// The outcome of one part.
@@ -173,6 +129,7 @@ struct Sent {
 impl Upload {
     pub(super) fn new(bucket: Bucket, key: ObjectKey, options: UploadOptions) -> Self {
         let state = State {
+            is_even: bucket.wants_even_parts(),
             bucket,
             key,
             options,
@@ -185,6 +142,7 @@ impl Upload {
             running: FuturesUnordered::new(),
             running_bytes: 0,
             parts: Vec::new(),
+            lengths: Vec::new(),
             offset: 0,
             failed: None,
         };
@@ -215,34 +173,32 @@ impl Upload {
         state.send_full_parts().await
     }
 
-    /// Sends what is held back now, though it may be less than a part, if it is enough for a part of its own. Returns
-    /// the bytes that stay. Cancel-safe.
+    /// Sends what is held back now, though it may be less than a part, if it is enough for a part of its own
+    /// ([`Bucket::least_part_bytes`]). Returns the bytes that stay. Cancel-safe.
     pub async fn relieve(&mut self) -> Result<u64> {
         let state = self.state();
-        while state.pending_bytes >= MIN_PART_BYTES {
+        while state.pending_bytes >= state.least_part_bytes() {
             state.send_part(state.pending_bytes.min(state.part_bytes().max(MIN_PART_BYTES))).await?;
         }
         state.check().map(|()| state.pending_bytes)
     }
 
     /// Appends `range` of another object of the bucket without moving its bytes through this host, except for the
-    /// few that fill up a part too small to stand alone. Not cancel-safe: drop the upload with the future.
+    /// few that fill up a part too small to stand alone; where all have to be alike, for what does not fill one. Not cancel-safe: drop the upload with the future.
     ///
     /// # Errors
     /// `Unsupported` where the store has no part copy; `Conflict`, at the latest from [`Upload::complete`], when the
     /// object no longer has `version`, if the store checks it ([`super::Capabilities::conditional_part_copy`]).
-    pub async fn copy_from(
-        &mut self,
-        from: &ObjectKey,
-        version: &Version,
-        range: std::ops::Range<u64>,
-    ) -> Result<()> {
+    pub async fn copy_from(&mut self, from: &ObjectKey, version: &Version, range: Range<u64>) -> Result<()> {
         self.state().copy_from(from, version, range).await
     }
 
-    /// Has what is written from here on cut into parts of so many bytes.
+    /// Has what is written from here on cut into parts of so many bytes. Where all have to be alike, the first was one of them.
     pub fn cut_into(&mut self, part_bytes: u64) {
-        self.state().options.part_bytes = Some(part_bytes);
+        let state = self.state();
+        if !state.is_even || state.parts.is_empty() {
+            state.options.part_bytes = Some(part_bytes);
+        }
     }
 
     /// What charges the bytes that were not sent; they are charged to nobody then.
@@ -323,7 +279,24 @@ impl State {
     }
 
     fn part_bytes(&self) -> u64 {
-        self.options.part_bytes.unwrap_or_else(|| part_size(self.parts.len())).max(1)
+        let by_rule = || match self.is_even {
+            true => even_part_size(self.options.length),
+            false => part_size(self.parts.len()),
+        };
+        self.options.part_bytes.unwrap_or_else(by_rule).max(1)
+    }
+
+    /// The least bytes of a part that is not the last.
+    fn least_part_bytes(&self) -> u64 {
+        if self.is_even { self.part_bytes() } else { MIN_PART_BYTES }
+    }
+
+    /// Whether a store that wants all parts but the last alike, and the last no larger, does not get them.
+    fn is_uneven(&self) -> bool {
+        match self.lengths.as_slice() {
+            [first, between @ .., last] => between.iter().any(|length| length != first) || last > first,
+            _ => false,
+        }
     }
 
     /// Sends parts while there is more than one part's worth of bytes: what may yet be the whole object stays.
@@ -348,16 +321,17 @@ impl State {
         self.wait_for_room(bytes).await?;
         let (payload, permits) = self.take(bytes);
         let (index, offset) = (self.parts.len(), self.offset);
-        let request = Request::Part { upload, index, offset, payload };
-        self.offset += bytes;
-        self.start(request, bytes, permits);
+        self.start(Request::Part { upload, index, offset, payload }, permits);
         Ok(())
     }
 
-    /// Sends the next part as a task; `bytes` of it are in memory here until it is done.
-    fn start(&mut self, request: Request, bytes: u64, permits: Vec<Permit>) {
+    /// Sends the next part as a task. What of it travels is in memory here until it is done.
+    fn start(&mut self, request: Request, permits: Vec<Permit>) {
         let (bucket, index) = (self.bucket.clone(), self.parts.len());
+        let (length, bytes) = (request.moved_bytes(), request.sent_bytes());
         self.parts.push(None);
+        self.lengths.push(length);
+        self.offset += length;
         self.running_bytes += bytes;
         let task = self.bucket.tasks().spawn(format!("part {index} of {}", self.key), async move {
             let reply = bucket.call(request).await;
@@ -458,13 +432,14 @@ impl State {
         (data.into_iter().collect(), permits.into_iter().flatten().collect())
     }
 
-    async fn copy_from(
-        &mut self,
-        from: &ObjectKey,
-        version: &Version,
-        range: std::ops::Range<u64>,
-    ) -> Result<()> {
-        let (source, mut at) = (self.bucket.path(from)?, range.start);
+    async fn copy_from(&mut self, from: &ObjectKey, version: &Version, range: Range<u64>) -> Result<()> {
+        let length = range.end - range.start;
+        let is_whole = self.offset + self.pending_bytes == 0 && self.options.length == Some(length);
+        // Pieces of one range are alike by themselves.
+        if self.is_even && !is_whole {
+            return self.copy_evenly(from, version, range).await;
+        }
+        let mut at = range.start;
         // A part before another must not be too small: the next bytes of the range fill it up.
         if self.pending_bytes > 0 && self.pending_bytes < MIN_PART_BYTES {
             let end = range.end.min(at + MIN_PART_BYTES - self.pending_bytes);
@@ -483,25 +458,46 @@ impl State {
         while self.pending_bytes > 0 {
             self.send_part(self.pending_bytes.min(self.part_bytes().max(MIN_PART_BYTES))).await?;
         }
-        let upload = self.begin().await?;
         let pieces = (range.end - at).div_ceil(COPY_PART_BYTES);
         let piece = (range.end - at).div_ceil(pieces);
         while at < range.end {
             let end = range.end.min(at + piece);
-            self.wait_for_room(0).await?;
-            let copy = Request::CopyPart {
-                upload: upload.clone(),
-                index: self.parts.len(),
-                offset: self.offset,
-                from: source.clone(),
-                version: Some(version.clone()),
-                range: at..end,
-            };
-            self.offset += end - at;
-            self.start(copy, 0, Vec::new());
+            self.copy_part(from, version, at..end).await?;
             at = end;
         }
         self.check()
+    }
+
+    /// The same where all parts but the last have to be alike: what does not fill one passes through this host.
+    async fn copy_evenly(&mut self, from: &ObjectKey, version: &Version, range: Range<u64>) -> Result<()> {
+        let (mut at, part) = (range.start, self.part_bytes());
+        loop {
+            while self.pending_bytes >= part {
+                self.send_part(part).await?;
+            }
+            let left = range.end - at;
+            if left == 0 {
+                return self.check();
+            }
+            let is_end = self.options.length == Some(self.offset + left);
+            let end = range.end.min(at + part - self.pending_bytes);
+            if self.pending_bytes == 0 && (left >= part || is_end) {
+                self.copy_part(from, version, at..end).await?;
+            } else {
+                let carried = self.bucket.get(from, Some(version), at..end).await?;
+                self.push(carried, None);
+            }
+            at = end;
+        }
+    }
+
+    /// Has `range` of another object become the next part.
+    async fn copy_part(&mut self, from: &ObjectKey, version: &Version, range: Range<u64>) -> Result<()> {
+        let (from, upload) = (self.bucket.path(from)?, self.begin().await?);
+        self.wait_for_room(0).await?;
+        let (index, offset, version) = (self.parts.len(), self.offset, Some(version.clone()));
+        self.start(Request::CopyPart { upload, index, offset, from, version, range }, Vec::new());
+        Ok(())
     }
 
     async fn complete(mut self, condition: Condition) -> Result<ObjectInfo> {
@@ -534,7 +530,8 @@ impl State {
         let parts = parts.ok_or_else(|| Error::bug(format!("{} lacks a part", self.key)))?;
         self.end_unanswered(&upload).await;
         let id = upload.id.clone();
-        let reply = self.bucket.call(Request::Complete { upload, parts, condition }).await?;
+        let completed = self.bucket.raw(Request::Complete { upload, parts, condition }).await;
+        let reply = completed.map_err(|error| self.not_completed(error))?;
         self.note_end(&id).await;
         let put = reply.put().map_err(|error| self.bucket.error(error))?;
         let mut info = self.bucket.written(&self.key, put.e_tag, self.offset);
@@ -543,6 +540,19 @@ impl State {
             info = found.ok_or_else(|| Error::new(ErrorKind::NotFound, format!("{} is gone", self.key)))?;
         }
         Ok(info)
+    }
+
+    /// Why it was not completed. A store that is found to want all parts but the last alike gets them so from now on.
+    fn not_completed(&self, error: object_store::Error) -> Error {
+        let (is_about_parts, error) = (is_about_parts(&error), self.bucket.error(error));
+        if !is_about_parts || !self.is_uneven() {
+            return error;
+        }
+        self.bucket.want_even_parts();
+        let fact = format!("the parts of {} were not all of one size, which this store wants", self.key);
+        Error::new(ErrorKind::Unavailable, fact).with_source(error).with_hint(
+            "write it again: parts are alike from now on; with even_parts of [volume.store] they always are",
+        )
     }
 
     /// Waits for the parts under way, then frees everything: a part that arrives after the abort, even one whose sender
@@ -578,15 +588,4 @@ impl State {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn all_parts_together_hold_16_tib() {
-        let total: u64 = (0..MAX_PARTS).map(part_size).sum();
-        assert!(total >= 16 << 40, "{total} bytes");
-        assert_eq!(part_size(0), 8 * MIB);
-        assert!((0..MAX_PARTS).all(|index| (MIN_PART_BYTES..=5 << 30).contains(&part_size(index))));
-        assert!((1..MAX_PARTS).all(|index| part_size(index) >= part_size(index - 1)));
-    }
-}
+mod tests;

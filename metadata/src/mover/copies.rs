@@ -96,8 +96,8 @@ impl Mover {
     async fn copy_in_parts(&self, from: &Blob, to: &ObjectKey, condition: Condition) -> Result<ObjectInfo> {
         let notes = Some(std::sync::Arc::new(Notes(self.clone())) as _);
         let token = self.bucket().token_of(&from.key).await?;
-        let mut upload =
-            self.bucket().upload_with(to, UploadOptions { notes, token, ..UploadOptions::default() })?;
+        let options = UploadOptions { notes, token, length: Some(from.size), ..UploadOptions::default() };
+        let mut upload = self.bucket().upload_with(to, options)?;
         upload.copy_from(&from.key, &from.version, 0..from.size).await?;
         upload.complete(condition).await
     }

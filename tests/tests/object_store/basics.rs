@@ -167,6 +167,7 @@ fn the_probe_finds_everything_and_leaves_nothing() {
             conditional_complete_update: checks_all,
             part_copy: !is_cloud,
             conditional_part_copy: checks_all && !is_cloud,
+            unequal_parts: true,
             list_uploads: !is_cloud,
             range_get: true,
             conditional_get: true,

@@ -63,7 +63,7 @@ impl OpenInode {
     /// again what is `Unavailable` if it `comes_back`.
     async fn bring_home(&self, comes_back: bool) -> Result<bool> {
         let (layout, generation) = self.look(|content| (content.layout().clone(), content.generation()));
-        let (upload, placement) = self.store.start_sealing(self.ino).await?;
+        let (upload, placement) = self.store.start_sealing(self.ino, layout.size()).await?;
         if let Placement::Owned { comes_free, .. } = placement {
             upload.abort().await?;
             let later = || Error::new(ErrorKind::Unavailable, "what is at its path is still on its way out");

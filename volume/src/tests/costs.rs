@@ -11,7 +11,7 @@ use forebay_io::object::{Bucket, Counters, Faults, OperationKind};
 use forebay_io::rng::Rng;
 use forebay_metadata::tree::SetAttributes;
 
-use super::support::{Fixture, READ_WRITE, create, object, open, pattern, run};
+use super::support::{Fixture, READ_WRITE, create, object, open, pattern, run, until};
 use crate::{Access, File, Volume};
 
 /// Bytes that went to the store.
@@ -148,6 +148,38 @@ fn sealing_copies_inside_the_store() {
                 true => assert!(copies == 2 && sent < 6 * MIB, "{copies} copies, {sent} bytes sent"),
                 false => assert!(copies == 0 && sent > 24 * MIB, "{copies} copies, {sent} bytes sent"),
             }
+        }
+    });
+}
+
+/// On a store that wants parts of one size, as Cloudflare R2, a file that was rewritten could never be sealed: all of its bytes were
+/// sent, and refused, again and again.
+#[test]
+fn sealing_sends_parts_of_one_size_to_a_store_that_wants_them() {
+    run(async {
+        for is_known in [true, false] {
+            let fixture = Fixture::new(Bucket::in_memory_of_even_parts());
+            if is_known {
+                fixture.bucket.want_even_parts();
+            }
+            let volume = fixture.open().await;
+            let file = create(&volume, "f").await;
+            let mut expected = pattern(1, 0..30 * MIB).to_vec();
+            fill(&file, 0..30 * MIB).await;
+            file.fsync().await.expect("fsync");
+            let changed = pattern(2, 0..4 * KIB);
+            expected[17 << 20..(17 << 20) + changed.len()].copy_from_slice(&changed);
+            let before = fixture.bucket.counters();
+            file.write(17 * MIB, changed).await.expect("write");
+            file.fsync().await.expect("fsync");
+            file.release().await.expect("release");
+            until("it is sealed", async || object(&fixture.bucket, "f").await == expected).await;
+            volume.close().await.expect("close");
+            let asked = fixture.bucket.counters().since(&before);
+            assert!(fixture.bucket.wants_even_parts());
+            let completed = asked.of(OperationKind::Complete).requests;
+            assert_eq!(completed, if is_known { 1 } else { 2 }, "one refusal says it");
+            assert!(sent(&asked) < 30 * MIB, "{} bytes: most are copied", sent(&asked));
         }
     });
 }

@@ -122,6 +122,11 @@ fn capabilities(found: &Capabilities) -> Vec<Check> {
             "rewritten files are sealed by sending every byte again",
         ),
         (
+            "parts of any size",
+            found.unequal_parts,
+            "uploads are cut into parts of one size; rewritten files are sent again where their pieces do not lie evenly",
+        ),
+        (
             "listing of uploads",
             found.list_uploads,
             "uploads that a crash left are not cleaned up: use a lifecycle rule",
@@ -176,6 +181,7 @@ mod tests {
             conditional_complete_update: true,
             part_copy: true,
             conditional_part_copy: true,
+            unequal_parts: true,
             list_uploads: true,
             range_get: true,
             conditional_get: true,

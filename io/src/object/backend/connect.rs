@@ -12,6 +12,7 @@ use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::client::ClientConfigKey;
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
+use url::Url;
 
 use super::azure::{self, Azure};
 use super::credentials::{Origin, Renewed};
@@ -30,18 +31,35 @@ const DEFAULT_REGION: &str = "us-east-1";
 /// Far longer than any transfer: the decorators bound each attempt.
 const NO_TIMEOUT: &str = "7days";
 
+/// Hosts of stores that want all parts of an upload but the last to be of one size: Cloudflare's R2.
+const EVEN_PARTS: &str = ".r2.cloudflarestorage.com";
+
+/// A store, and what is known of it before it is asked.
+pub(in crate::object) struct Connected {
+    pub(in crate::object) service: Shared,
+    /// All parts of an upload but the last have to be of one size.
+    pub(in crate::object) wants_even_parts: bool,
+}
+
 /// The store that `url` names, its keys relative to the URL's prefix. Sends no request.
-pub(in crate::object) async fn connect(url: &BucketUrl, settings: &StoreSettings) -> Result<Shared> {
-    if url.scheme == Scheme::File {
-        return directory(url).await;
-    }
+pub(in crate::object) async fn connect(url: &BucketUrl, settings: &StoreSettings) -> Result<Connected> {
+    let mut wants_even_parts = false;
     let store: Shared = match url.scheme {
-        Scheme::S3 => Arc::new(s3(url, settings).await?),
+        Scheme::S3 => {
+            let (store, endpoint) = s3(url, settings).await?;
+            wants_even_parts = endpoint.is_some_and(|endpoint| has_even_parts(&endpoint));
+            Arc::new(store)
+        }
         Scheme::Gcs => Arc::new(gcs(url, settings)?),
         Scheme::Azure => Arc::new(azure(url, settings)?),
-        Scheme::File => return directory(url).await,
+        Scheme::File => return Ok(Connected { service: directory(url).await?, wants_even_parts }),
     };
-    Ok(Prefix::wrap(store, &url.prefix))
+    Ok(Connected { service: Prefix::wrap(store, &url.prefix), wants_even_parts })
+}
+
+fn has_even_parts(endpoint: &str) -> bool {
+    let host = Url::parse(endpoint).ok().and_then(|url| url.host_str().map(str::to_ascii_lowercase));
+    host.is_some_and(|host| host.ends_with(EVEN_PARTS))
 }
 
 async fn directory(url: &BucketUrl) -> Result<Shared> {
@@ -113,7 +131,8 @@ fn instance(builder: &AmazonS3Builder) -> Option<Origin> {
     (!is_of_store && !is_old).then(|| Origin::Instance(builder.get_config_value(&Key::MetadataEndpoint)))
 }
 
-async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
+/// A bucket in S3, and its endpoint where one is named.
+async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<(S3, Option<String>)> {
     let environment = environment("AWS_");
     let mut builder = AmazonS3Builder::new()
         .with_bucket_name(&url.bucket)
@@ -132,7 +151,7 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
         .get_config_value(&AmazonS3ConfigKey::S3Endpoint)
         .or_else(|| builder.get_config_value(&AmazonS3ConfigKey::Endpoint));
     check_endpoint(endpoint.as_ref())?;
-    if is_plain(endpoint) {
+    if is_plain(endpoint.clone()) {
         builder = builder.with_allow_http(true);
     } else if builder.get_config_value(&AmazonS3ConfigKey::UnsignedPayload).as_deref() != Some("false") {
         // Over TLS a hash of the payload protects from nothing and costs more than the encryption.
@@ -169,7 +188,7 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<S3> {
     let signer = if anonymous { signer.build().map_err(failed)? } else { store.clone() };
     let sender = Sender::new(&transport).map_err(failed)?;
     let signed = Signed::new(sender, signer, manner);
-    Ok(S3 { store, signed, bucket: url.bucket.clone(), deletes_many, renewed })
+    Ok((S3 { store, signed, bucket: url.bucket.clone(), deletes_many, renewed }, endpoint))
 }
 
 fn gcs(url: &BucketUrl, settings: &StoreSettings) -> Result<Google> {
@@ -210,4 +229,22 @@ fn azure(url: &BucketUrl, settings: &StoreSettings) -> Result<Azure> {
     let store = builder.build().map_err(failed)?;
     let sender = Sender::new(&transport).map_err(failed)?;
     Ok(Azure::new(store, sender, place))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_wants_parts_of_one_size_is_known_by_its_name() {
+        for (endpoint, expected) in [
+            ("https://0123abcd.r2.cloudflarestorage.com", true),
+            ("https://0123abcd.eu.r2.cloudflarestorage.com/", true),
+            ("https://s3.amazonaws.com", false),
+            ("https://r2.example.com", false),
+            ("nothing", false),
+        ] {
+            assert_eq!(has_even_parts(endpoint), expected, "{endpoint}");
+        }
+    }
 }

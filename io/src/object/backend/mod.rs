@@ -11,7 +11,7 @@ mod google;
 mod profile;
 mod connect;
 
-pub(super) use connect::connect;
+pub(super) use connect::{Connected, connect};
 pub(super) use file::{open_object, sweep as sweep_directory};
 pub(super) use google::STAGED;
 pub(super) use plain::Plain;

@@ -21,7 +21,7 @@ use object_store::{
 use parking_lot::Mutex;
 
 use crate::clock::Clock;
-use crate::object::error::unsupported;
+use crate::object::error::{Fault, unsupported};
 use crate::object::key::is_segment;
 use crate::object::layer::TOKEN_ATTRIBUTE;
 use crate::object::request::{ListRequest, Page, Reply, Request, Service, UploadId, UploadsPage};
@@ -34,6 +34,8 @@ pub(in crate::object) struct Plain {
     store: Arc<dyn ObjectStore>,
     native: Option<Native>,
     keeps_metadata: bool,
+    /// Parts but the last have to be of one size, and the last no larger.
+    of_even_parts: bool,
     staged: Mutex<BTreeMap<String, Staged>>,
     rng: Rng,
 }
@@ -66,7 +68,12 @@ impl Plain {
     /// Any store; `keeps_metadata` says whether it keeps user metadata with objects.
     pub(in crate::object) fn staged(store: Arc<dyn ObjectStore>, keeps_metadata: bool) -> Self {
         let (staged, rng) = (Mutex::default(), Rng::system());
-        Self { store, native: None, keeps_metadata, staged, rng }
+        Self { store, native: None, keeps_metadata, of_even_parts: false, staged, rng }
+    }
+
+    /// The same, as strict about parts as Cloudflare's R2.
+    pub(in crate::object) fn of_even_parts(self) -> Self {
+        Self { of_even_parts: true, ..self }
     }
 
     fn mark(&self, attributes: &mut Attributes, token: String) {
@@ -128,10 +135,13 @@ impl Plain {
             let known =
                 |part: &PartId| part.content_id.parse().ok().and_then(|index| staged.parts.get(&index));
             let pieces: Option<Vec<Bytes>> = parts.iter().map(|part| known(part).cloned()).collect();
-            (
-                pieces.ok_or_else(|| no_upload(&upload))?.into_iter().collect::<PutPayload>(),
-                staged.options.clone(),
-            )
+            let pieces = pieces.ok_or_else(|| no_upload(&upload))?;
+            if self.of_even_parts && !are_even(&pieces) {
+                let (code, message) =
+                    ("InvalidPart".to_owned(), "All non-trailing parts must have the same length.");
+                return Err(Fault::Service { status: 400, code, message: message.to_owned() }.into());
+            }
+            (pieces.into_iter().collect::<PutPayload>(), staged.options.clone())
         };
         let options = PutOptions {
             mode: put_mode(&condition),
@@ -246,6 +256,12 @@ fn to_page(list: &ListRequest, result: ListResult) -> Page {
     let names = result.common_prefixes.iter().filter_map(|path| path.filename().map(str::to_owned));
     let directories = names.filter(|name| is_segment(name)).collect();
     Page { objects, directories, next: None, marker: None, skipped: Skipped::default() }
+}
+
+fn are_even(pieces: &[Bytes]) -> bool {
+    let Some((last, rest)) = pieces.split_last() else { return true };
+    rest.iter().all(|piece| piece.len() == rest[0].len())
+        && rest.first().is_none_or(|first| last.len() <= first.len())
 }
 
 fn no_upload(upload: &UploadId) -> object_store::Error {
