@@ -77,13 +77,14 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         server.wait()
 
 
-def test_a_store_behind_tls_is_saved_to_and_restored_from(store: Path) -> None:
+@pytest.mark.parametrize("variable", ["SSL_CERT_FILE", "AWS_CA_BUNDLE"])
+def test_a_store_behind_tls_is_saved_to_and_restored_from(store: Path, variable: str) -> None:
     """20 MiB: an upload in parts."""
     state: dict[str, Any] = {"weights": torch.arange(5 << 20, dtype=torch.float32), "n": 1}
 
     def work(report: Any) -> None:
         # Read once in a process.
-        os.environ["SSL_CERT_FILE"] = str(store)
+        os.environ[variable] = str(store)
         with forebay.Checkpointer("s3://checkpoints/run", every=1) as checkpointer:
             save = checkpointer.step(1, state)
             assert save is not None and save.wait_durable(60)

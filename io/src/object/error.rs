@@ -470,7 +470,7 @@ fn by_variant(bucket: &str, error: &object_store::Error, text: &str) -> Error {
     if let Some(reason) = certificate_refusal(error) {
         let message = format!("the certificate of the server of {bucket} is not trusted: {reason}");
         return Error::new(ErrorKind::Unavailable, message)
-            .with_hint("SSL_CERT_FILE names a file of authorities to trust; is the endpoint named as in the certificate?");
+            .with_hint("SSL_CERT_FILE or AWS_CA_BUNDLE names a file of authorities to trust; is the endpoint named as in the certificate?");
     }
     if let Some(Fault::Unrepeated { cause }) = find::<Fault>(error) {
         let said = chain(cause).last().map(ToString::to_string).unwrap_or_default();

@@ -58,9 +58,8 @@ impl Client {
             let excluded = excluded.and_then(|hosts| NoProxy::from_string(&hosts));
             builder = builder.proxy(Proxy::all(proxy).map_err(generic)?.no_proxy(excluded));
         }
-        let certificate = options.text(ClientConfigKey::ProxyCaCertificate);
-        let certificates = certificate.map(|text| Certificate::from_pem(text.as_bytes()).map_err(generic));
-        let certificates = certificates.transpose()?;
+        let certificates = options.text(ClientConfigKey::ProxyCaCertificate).unwrap_or_default();
+        let certificates = Certificate::from_pem_bundle(certificates.as_bytes()).map_err(generic)?;
         builder = match options.is_set(ClientConfigKey::NoSystemCertificates)? {
             true => builder.tls_certs_only(certificates),
             false => builder.tls_certs_merge(certificates),

@@ -16,6 +16,7 @@ use url::Url;
 
 use super::azure::{self, Azure};
 use super::credentials::{Origin, Renewed};
+use super::endpoint::{Wishes, warn_of_ignored, with_bucket};
 use super::file::Directory;
 use super::google::{self, Google};
 use super::profile;
@@ -131,26 +132,93 @@ fn instance(builder: &AmazonS3Builder) -> Option<Origin> {
     (!is_of_store && !is_old).then(|| Origin::Instance(builder.get_config_value(&Key::MetadataEndpoint)))
 }
 
-/// A bucket in S3, and its endpoint where one is named.
-async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<(S3, Option<String>)> {
+/// Sets where the bucket is asked, and says it unless it is object_store's own choice.
+fn place_s3(
+    mut builder: AmazonS3Builder,
+    bucket: &str,
+    wishes: &Wishes,
+) -> Result<(AmazonS3Builder, Option<String>)> {
+    use AmazonS3ConfigKey as Key;
+    let given = [Key::S3Endpoint, Key::Endpoint].iter().find_map(|key| builder.get_config_value(key));
+    check_endpoint(given.as_ref())?;
+    let region = builder.get_config_value(&Key::Region).unwrap_or_else(|| DEFAULT_REGION.to_owned());
+    let mut endpoint = match given {
+        Some(given) => {
+            wishes.give_way(&given)?;
+            Some(given)
+        }
+        // Those of directory buckets follow from their names.
+        None if is_set(&builder, Key::S3Express) => None,
+        None => wishes.of_region(&region)?,
+    };
+    if is_set(&builder, Key::VirtualHostedStyleRequest) {
+        endpoint = endpoint.map(|endpoint| with_bucket(&endpoint, bucket));
+    }
+    if let Some(endpoint) = &endpoint {
+        builder = builder.with_config(Key::S3Endpoint, endpoint);
+    }
+    Ok((builder, endpoint))
+}
+
+/// Certificates of authorities to trust besides the system's, as text.
+async fn certificates(file: &str) -> Result<String> {
+    let failed = |error: Error| error.context(format!("AWS_CA_BUNDLE names {file}"));
+    let text = tokio::fs::read_to_string(file).await.map_err(|error| failed(error.into()))?;
+    match text.contains("-----BEGIN CERTIFICATE-----") {
+        true => Ok(text),
+        false => {
+            Err(failed(Error::invalid("it holds no certificate"))
+                .with_hint("the file is to hold them in PEM"))
+        }
+    }
+}
+
+/// What profile, environment and settings say of a bucket in S3.
+struct Told {
+    builder: AmazonS3Builder,
+    wishes: Wishes,
+    /// Where credentials come from, if not from keys.
+    origin: Option<Origin>,
+    /// Authorities to trust besides the system's.
+    trusted: Option<String>,
+}
+
+async fn told_of_s3(url: &BucketUrl, settings: &StoreSettings) -> Result<Told> {
     let environment = environment("AWS_");
+    warn_of_ignored(&environment);
+    let mut wishes = Wishes::default();
     let mut builder = AmazonS3Builder::new()
         .with_bucket_name(&url.bucket)
         .with_config(AmazonS3ConfigKey::Client(ClientConfigKey::Timeout), NO_TIMEOUT);
     let profile = profile::read(&environment).await?;
-    for (key, value) in profile.values.into_iter().chain(environment) {
-        if let Ok(key) = key.parse::<AmazonS3ConfigKey>() {
+    for (name, value) in profile.values.into_iter().chain(environment) {
+        if !wishes.take(&name, &value)
+            && let Ok(key) = name.parse::<AmazonS3ConfigKey>()
+        {
             builder = builder.with_config(key, value);
         }
     }
     for (name, value) in &settings.options {
-        let key = name.parse::<AmazonS3ConfigKey>().map_err(|_| unknown_option(name, url))?;
-        builder = builder.with_config(key, value);
+        if !wishes.take(name, value) {
+            let key = name.parse::<AmazonS3ConfigKey>().map_err(|_| unknown_option(name, url))?;
+            builder = builder.with_config(key, value);
+        }
     }
-    let endpoint = builder
-        .get_config_value(&AmazonS3ConfigKey::S3Endpoint)
-        .or_else(|| builder.get_config_value(&AmazonS3ConfigKey::Endpoint));
-    check_endpoint(endpoint.as_ref())?;
+    let mut trusted = None;
+    if let Some(file) = wishes.certificates() {
+        let (text, key) =
+            (certificates(file).await?, AmazonS3ConfigKey::Client(ClientConfigKey::ProxyCaCertificate));
+        let proxy = builder.get_config_value(&key).unwrap_or_default();
+        builder = builder.with_config(key, format!("{proxy}\n{text}"));
+        trusted = Some(text);
+    }
+    Ok(Told { builder, wishes, origin: profile.origin, trusted })
+}
+
+/// A bucket in S3, and its endpoint unless that is object_store's own choice.
+async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<(S3, Option<String>)> {
+    let Told { builder, wishes, origin, trusted } = told_of_s3(url, settings).await?;
+    let (mut builder, endpoint) = place_s3(builder, &url.bucket, &wishes)?;
     if is_plain(endpoint.clone()) {
         builder = builder.with_allow_http(true);
     } else if builder.get_config_value(&AmazonS3ConfigKey::UnsignedPayload).as_deref() != Some("false") {
@@ -160,11 +228,11 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<(S3, Option<Str
     let anonymous = is_set(&builder, AmazonS3ConfigKey::SkipSignature);
     let failed = |error| convert(&url.to_string(), error);
     let keys = builder.get_config_value(&AmazonS3ConfigKey::AccessKeyId).is_some();
-    let origin = profile.origin.or_else(|| instance(&builder));
+    let origin = origin.or_else(|| instance(&builder));
     let mut renewed = None;
     if let Some(origin) = origin.filter(|_| !anonymous && !keys) {
         let region = builder.get_config_value(&AmazonS3ConfigKey::Region);
-        let opened = Arc::new(Renewed::open(origin, region).await.map_err(failed)?);
+        let opened = Arc::new(Renewed::open(origin, region, trusted.as_deref()).await.map_err(failed)?);
         builder = builder.with_credentials(opened.clone());
         renewed = Some(opened);
     }
@@ -235,6 +303,37 @@ fn azure(url: &BucketUrl, settings: &StoreSettings) -> Result<Azure> {
 mod tests {
     use super::*;
 
+    fn builder(values: &[(AmazonS3ConfigKey, &str)]) -> AmazonS3Builder {
+        let builder = AmazonS3Builder::new().with_bucket_name("data");
+        values.iter().fold(builder, |builder, (key, value)| builder.with_config(*key, *value))
+    }
+
+    #[test]
+    fn an_endpoint_that_is_named_stands_and_others_follow_from_the_region() {
+        use AmazonS3ConfigKey::{Endpoint, Region, S3Endpoint, S3Express, VirtualHostedStyleRequest};
+        let (oss, virtual_style) =
+            ("https://s3.oss-cn-hangzhou.aliyuncs.com", (VirtualHostedStyleRequest, "true"));
+        for (values, expected) in [
+            (vec![(Region, "eu-west-1")], None),
+            (vec![(Region, "cn-north-1")], Some("https://s3.cn-north-1.amazonaws.com.cn")),
+            (
+                vec![(Region, "cn-north-1"), virtual_style],
+                Some("https://data.s3.cn-north-1.amazonaws.com.cn"),
+            ),
+            (
+                vec![(Region, "cn-north-1"), (Endpoint, "https://s3.example.com")],
+                Some("https://s3.example.com"),
+            ),
+            (vec![(Endpoint, "http://127.0.0.1:1"), (S3Endpoint, oss)], Some(oss)),
+            (vec![(Endpoint, oss), virtual_style], Some("https://data.s3.oss-cn-hangzhou.aliyuncs.com")),
+            (vec![(Region, "cn-north-1"), (S3Express, "true")], None),
+        ] {
+            let (placed, endpoint) = place_s3(builder(&values), "data", &Wishes::default()).expect("a place");
+            assert_eq!(endpoint.as_deref(), expected, "{values:?}");
+            assert_eq!(placed.get_config_value(&S3Endpoint).as_deref(), expected, "{values:?}");
+        }
+    }
+
     #[test]
     fn who_wants_parts_of_one_size_is_known_by_its_name() {
         for (endpoint, expected) in [
@@ -246,5 +345,22 @@ mod tests {
         ] {
             assert_eq!(has_even_parts(endpoint), expected, "{endpoint}");
         }
+    }
+
+    #[tokio::test]
+    async fn a_bundle_that_holds_no_certificate_is_told() {
+        let folder = tempfile::tempdir().expect("scratch");
+        let file = folder.path().join("bundle.pem");
+        let name = file.to_str().expect("UTF-8");
+        let missing = certificates(name).await.expect_err("no file");
+        assert!(
+            missing.kind() == ErrorKind::NotFound && missing.to_string().contains("AWS_CA_BUNDLE"),
+            "{missing}"
+        );
+        std::fs::write(&file, "no PEM").expect("file");
+        let empty = certificates(name).await.expect_err("no certificate");
+        assert!(empty.to_string().contains("holds no certificate") && empty.hint().is_some(), "{empty}");
+        std::fs::write(&file, "-----BEGIN CERTIFICATE-----\n").expect("file");
+        certificates(name).await.expect("one that is looked at later");
     }
 }

@@ -28,7 +28,7 @@ use aws_smithy_types::body::SdkBody;
 use bytes::Bytes;
 use object_store::aws::AwsCredential;
 use object_store::client::{HttpClient, HttpConnector, HttpRequestBody, ReqwestConnector};
-use object_store::{ClientOptions, CredentialProvider, Result};
+use object_store::{Certificate, ClientOptions, CredentialProvider, Result};
 use parking_lot::Mutex;
 
 use super::send::generic;
@@ -160,9 +160,14 @@ struct Current {
 }
 
 impl Renewed {
-    /// Gets the first credentials: what is wrong with a profile is told at once. `region` is asked for tokens.
-    pub(super) async fn open(origin: Origin, region: Option<String>) -> Result<Self> {
-        let client = ReqwestConnector::default().connect(&ClientOptions::default().with_allow_http(true))?;
+    /// Gets the first credentials: what is wrong with a profile is told at once. `region` is asked for tokens; `trusted` are
+    /// certificates of authorities, in PEM, besides the system's.
+    pub(super) async fn open(origin: Origin, region: Option<String>, trusted: Option<&str>) -> Result<Self> {
+        let mut options = ClientOptions::default().with_allow_http(true);
+        for certificate in Certificate::from_pem_bundle(trusted.unwrap_or_default().as_bytes())? {
+            options = options.with_root_certificate(certificate);
+        }
+        let client = ReqwestConnector::default().connect(&options)?;
         let connector = SharedHttpConnector::new(Connector(client));
         let region = region.unwrap_or_else(|| "us-east-1".into());
         let config = ProviderConfig::without_region()

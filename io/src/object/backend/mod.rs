@@ -9,6 +9,7 @@ mod s3;
 mod azure;
 mod google;
 mod profile;
+mod endpoint;
 mod connect;
 
 pub(super) use connect::{Connected, connect};

@@ -11,13 +11,16 @@ use forebay_core::{Error, Result};
 
 use super::credentials::Origin;
 
-/// Profile keys and object_store's names for them.
-const KNOWN: [(&str, &str); 5] = [
+/// Profile keys, and the names that they have in the environment or with object_store.
+const KNOWN: [(&str, &str); 8] = [
     ("aws_access_key_id", "aws_access_key_id"),
     ("aws_secret_access_key", "aws_secret_access_key"),
     ("aws_session_token", "aws_session_token"),
     ("region", "aws_region"),
     ("endpoint_url", "aws_endpoint"),
+    ("use_fips_endpoint", "aws_use_fips_endpoint"),
+    ("use_dualstack_endpoint", "aws_use_dualstack_endpoint"),
+    ("ca_bundle", "aws_ca_bundle"),
 ];
 /// Profile keys that say how to obtain credentials, other than a role's.
 const OBTAINED: [&str; 4] = ["credential_process", "sso_session", "sso_start_url", "web_identity_token_file"];
@@ -118,7 +121,7 @@ mod tests {
     const CREDENTIALS: &str = "[default]\naws_access_key_id = A\naws_secret_access_key=S\n# x = y\n[lab]\n\
         aws_access_key_id = L\naws_secret_access_key = M\naws_session_token = T";
     const CONFIG: &str = "[default]\nregion = eu-west-1\n[profile lab]\nregion=us-east-2\n\
-        endpoint_url = http://lab:9000\n[profile sso]\nsso_start_url = x\n[profile role]\nregion = r\n\
+        endpoint_url = http://lab:9000\nuse_dualstack_endpoint = true\nca_bundle = /c.pem\n[profile sso]\nsso_start_url = x\n[profile role]\nregion = r\n\
         role_arn = arn\nsource_profile = lab\n[profile program]\ncredential_process = p\n[profile bare]\n\
         region = r";
 
@@ -141,10 +144,12 @@ mod tests {
             false,
             &[
                 ("aws_access_key_id", "L"),
+                ("aws_ca_bundle", "/c.pem"),
                 ("aws_endpoint", "http://lab:9000"),
                 ("aws_region", "us-east-2"),
                 ("aws_secret_access_key", "M"),
                 ("aws_session_token", "T"),
+                ("aws_use_dualstack_endpoint", "true"),
             ],
         );
         check(Some("sso"), true, &[]);
