@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener};
 
+use forebay_core::Version;
 use forebay_io::object::{Condition, Counters, OperationKind};
 
 use super::*;
@@ -64,6 +65,14 @@ fn serve(answers: Vec<String>) -> (SocketAddr, std::sync::mpsc::Receiver<String>
 
 /// Opens a bucket at a server that answers the opening's listing and then `answers`.
 async fn told(answers: Vec<String>) -> (Bucket, std::sync::mpsc::Receiver<String>) {
+    told_with(answers, &[]).await
+}
+
+/// The same with further options.
+async fn told_with(
+    answers: Vec<String>,
+    further: &[(&str, &str)],
+) -> (Bucket, std::sync::mpsc::Receiver<String>) {
     let first = answer("200 OK", "", EMPTY_LIST.len(), EMPTY_LIST);
     let (address, heads) = serve(std::iter::once(first).chain(answers).collect());
     let options = [
@@ -72,7 +81,8 @@ async fn told(answers: Vec<String>) -> (Bucket, std::sync::mpsc::Receiver<String
         ("aws_access_key_id", "key".into()),
         ("aws_secret_access_key", "secret".into()),
     ];
-    let options = options.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+    let further = further.iter().map(|(name, value)| (*name, (*value).to_owned()));
+    let options = options.into_iter().chain(further).map(|(name, value)| (name.to_owned(), value)).collect();
     let settings = StoreSettings { options, ..StoreSettings::default() };
     let bucket = Bucket::open(&"s3://told".parse().expect("a valid URL"), &settings).await.expect("open");
     heads.recv().expect("the opening's listing");
@@ -229,4 +239,33 @@ async fn plain_writes_carry_no_metadata() {
     let heads: Vec<String> = heads.iter().take(2).collect();
     let carries: Vec<bool> = heads.iter().map(|head| head.contains("x-amz-meta-forebaywrite")).collect();
     assert_eq!(carries, [false, true], "{heads:?}");
+}
+
+/// A rewritten file that is encrypted with a key of one's own was never sealed: copies of parts did not bring the key.
+#[tokio::test]
+async fn copies_of_parts_bring_a_key_of_ones_own() {
+    let ok = |body: &str| answer("200 OK", "", body.len(), body);
+    let key_of_32_bytes = "MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE=";
+    let options = [("aws_server_side_encryption", "sse-c"), ("aws_sse_customer_key_base64", key_of_32_bytes)];
+    let answers = vec![
+        ok("<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>"),
+        ok("<CopyPartResult><ETag>\"p\"</ETag></CopyPartResult>"),
+        ok("<CompleteMultipartUploadResult><ETag>\"v2\"</ETag></CompleteMultipartUploadResult>"),
+    ];
+    let (bucket, heads) = told_with(answers, &options).await;
+    let mut upload = bucket.upload(&key("to")).await.expect("upload");
+    upload.copy_from(&key("from"), &Version::new("\"v1\""), 0..8 << 20).await.expect("copy");
+    let made = upload.complete(Condition::Always).await.expect("complete");
+    assert_eq!(made.version.as_str(), "\"v2\"");
+    let [created, copied, completed] = [(); 3].map(|()| heads.recv().expect("a request").to_lowercase());
+    let own = format!("x-amz-server-side-encryption-customer-key: {}", key_of_32_bytes.to_lowercase());
+    let source =
+        format!("x-amz-copy-source-server-side-encryption-customer-key: {}", key_of_32_bytes.to_lowercase());
+    for head in [&created, &copied, &completed] {
+        assert!(
+            head.contains(&own) && head.contains("x-amz-server-side-encryption-customer-key-md5: "),
+            "{head}"
+        );
+    }
+    assert!(copied.contains(&source) && !created.contains(&source), "{copied}");
 }

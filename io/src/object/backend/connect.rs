@@ -20,7 +20,7 @@ use super::endpoint::{Wishes, warn_of_ignored, with_bucket};
 use super::file::Directory;
 use super::google::{self, Google};
 use super::profile;
-use super::s3::{Manner, S3, Signed};
+use super::s3::{CustomerKey, Manner, S3, Signed};
 use super::send::{Sender, Transport};
 use crate::object::error::convert;
 use crate::object::layer::Prefix;
@@ -245,6 +245,7 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<(S3, Option<Str
             Manner::InHeader { region: region.unwrap_or_else(|| DEFAULT_REGION.to_owned()), is_payer }
         }
     };
+    let customer = CustomerKey::of(&builder);
     let deletes_many = !is_set(&builder, AmazonS3ConfigKey::DisableBulkDelete);
     let transport = Transport::default();
     let builder = builder.with_retry(no_retries()).with_http_connector(transport.clone());
@@ -256,7 +257,7 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<(S3, Option<Str
     let signer = if anonymous { signer.build().map_err(failed)? } else { store.clone() };
     let sender = Sender::new(&transport).map_err(failed)?;
     let signed = Signed::new(sender, signer, manner);
-    Ok((S3 { store, signed, bucket: url.bucket.clone(), deletes_many, renewed }, endpoint))
+    Ok((S3 { store, signed, bucket: url.bucket.clone(), deletes_many, customer, renewed }, endpoint))
 }
 
 fn gcs(url: &BucketUrl, settings: &StoreSettings) -> Result<Google> {

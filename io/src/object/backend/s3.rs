@@ -6,6 +6,7 @@
 
 mod xml;
 mod sign;
+mod customer;
 
 use std::sync::Arc;
 
@@ -33,6 +34,7 @@ use crate::object::layer::TOKEN_ATTRIBUTE;
 use crate::object::request::{ListRequest, Page, Reply, Request, Service, UploadId, UploadsPage};
 use crate::object::types::Condition;
 
+pub(super) use customer::CustomerKey;
 pub(super) use sign::{Manner, Signed};
 pub(super) use xml::{read_completed as read_e_tag, read_page, write_parts};
 
@@ -47,6 +49,8 @@ pub(super) struct S3 {
     pub(super) bucket: String,
     /// Whether many objects are deleted in one request, which some servers lack.
     pub(super) deletes_many: bool,
+    /// With what objects are encrypted, if with a key of one's own.
+    pub(super) customer: CustomerKey,
     /// The credentials, where they are temporary ones that are renewed from here.
     pub(super) renewed: Option<Arc<Renewed>>,
 }
@@ -191,6 +195,7 @@ impl S3 {
         if let Some(version) = &version {
             headers.push(header("x-amz-copy-source-if-match", version.as_str())?);
         }
+        headers.extend(self.customer.of_object().chain(self.customer.of_source()));
         let body = self.signed.send(Method::PUT, &upload.key, query, headers, Bytes::new()).await?;
         let content_id = xml::read_copied_part(&body)?;
         Ok(PartId { content_id })
@@ -209,6 +214,8 @@ impl S3 {
             Condition::IfAbsent => headers.push(header("if-none-match", "*")?),
             Condition::IfVersion(version) => headers.push(header("if-match", version.as_str())?),
         }
+        // Wanted where parts have checksums.
+        headers.extend(self.customer.of_object());
         let body = Bytes::from(xml::write_parts(parts));
         let body = self.signed.send(Method::POST, &upload.key, query, headers, body).await?;
         let e_tag = Some(xml::read_completed(&body)?);
@@ -230,7 +237,8 @@ impl S3 {
 
     async fn has_parts(&self, upload: &UploadId) -> Result<bool> {
         let query = vec![("uploadId", upload.id.clone()), ("max-parts", "1".to_owned())];
-        let body = self.signed.send(Method::GET, &upload.key, query, Vec::new(), Bytes::new()).await?;
+        let headers = self.customer.of_object().collect();
+        let body = self.signed.send(Method::GET, &upload.key, query, headers, Bytes::new()).await?;
         xml::read_has_parts(&body)
     }
 }

@@ -91,7 +91,14 @@ fn bucket_that_says(code: &'static str) -> Bucket {
     let built = builder(&client).with_access_key_id("id").with_secret_access_key("key").build();
     let store = built.expect("a store");
     let signed = Signed::new(Sender(client), store.clone(), Manner::InQuery);
-    let s3 = S3 { store, signed, bucket: "b".into(), deletes_many: true, renewed: None };
+    let s3 = S3 {
+        store,
+        signed,
+        bucket: "b".into(),
+        deletes_many: true,
+        customer: Default::default(),
+        renewed: None,
+    };
     Bucket::over("s3://b".parse().expect("a URL"), Stack::new(Arc::new(s3), &StoreSettings::default()))
 }
 
@@ -160,7 +167,14 @@ async fn bucket_that_revokes(code: &'static str) -> (Bucket, Arc<Renewed>) {
     let store = builder(&client).with_credentials(renewed.clone()).build().expect("a store");
     let manner = Manner::InHeader { region: "r".into(), is_payer: false };
     let signed = Signed::new(Sender(client), store.clone(), manner);
-    let s3 = S3 { store, signed, bucket: "b".into(), deletes_many: true, renewed: Some(renewed.clone()) };
+    let s3 = S3 {
+        store,
+        signed,
+        bucket: "b".into(),
+        deletes_many: true,
+        customer: Default::default(),
+        renewed: Some(renewed.clone()),
+    };
     let key = object_store::CredentialProvider::get_credential(&*renewed).await.expect("the first");
     assert_eq!(key.key_id, "key-1");
     clock.advance(std::time::Duration::from_secs(60));
