@@ -19,6 +19,8 @@ struct Record {
     lookups: u64,
     /// Content generation that the kernel's cached pages belong to.
     cached: Option<u64>,
+    /// The generation that all pages in the kernel's cache are of, or of later ones, as it was told to drop others.
+    dropped_before: Option<u64>,
     /// The size that the kernel takes the file to have. It is told of no loss, and of no outsider's change, until it asks.
     size: u64,
     /// What it was when its last name was taken away here: the tree may know it no more.
@@ -78,6 +80,17 @@ impl InodeTable {
             Some(record) => record.cached.replace(generation) == Some(generation),
             None => false,
         }
+    }
+
+    /// Whether the kernel may have pages of a generation before `generation`.
+    pub(crate) fn may_have_older(&self, ino: InodeId, generation: u64) -> bool {
+        let shard = self.shard(ino).lock();
+        shard.get(&ino).is_none_or(|record| record.dropped_before != Some(generation))
+    }
+
+    /// Notes that the kernel has dropped all pages since the file has been of `generation`.
+    pub(crate) fn dropped(&self, ino: InodeId, generation: u64) {
+        self.change(ino, |record| record.dropped_before = Some(generation));
     }
 
     /// Notes that bytes that were not committed enter the kernel's cache: whether they will be, nobody knows.
@@ -162,5 +175,9 @@ mod tests {
         table.forget(ino, 1);
         table.looked_up(ino, 0);
         assert!(!table.keeps_cache(ino, 2), "forgotten, so the pages are gone");
+        // One that is being opened has not dropped them yet.
+        assert!(table.may_have_older(ino, 2));
+        table.dropped(ino, 2);
+        assert!(!table.may_have_older(ino, 2) && table.may_have_older(ino, 3));
     }
 }

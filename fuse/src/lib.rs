@@ -4,6 +4,7 @@
 pub mod errno;
 mod inode;
 mod handle;
+mod signals;
 pub mod fs;
 mod dispatch;
 mod mountpoint;

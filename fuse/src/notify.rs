@@ -1,7 +1,7 @@
 //! Telling the kernel of changes that it did not ask for.
 //!
 //! One thread of its own writes all notifications: the kernel may hold one up until a request is answered that has the
-//! same directory locked, so no request's thread may ever write one, and no request of the kernel waits for this thread
+//! same directory locked, so no request's thread may ever write one of a name, and no request of the kernel waits for this thread
 //! (commands do, once their work is done). Changes come committed, and no lock is held while the kernel is told. What is
 //! lost when there are too many is seen when the time to live has run out.
 
@@ -80,7 +80,12 @@ fn tell_of_name(notifier: &Notifier, directory: InodeId, name: &[u8]) {
     }
 }
 
-fn tell_of_inode(notifier: &Notifier, ino: InodeId, has_content: bool) {
+/// Has the kernel ask for a file's attributes before it reads. It waits for nothing then, so that any thread may say it.
+pub(crate) fn tell_of_size(notifier: &Notifier, ino: InodeId) {
+    tell_of_inode(notifier, ino, false);
+}
+
+pub(crate) fn tell_of_inode(notifier: &Notifier, ino: InodeId, has_content: bool) {
     let from = if has_content { ALL_PAGES } else { NO_PAGES };
     if let Err(error) = notifier.inval_inode(INodeNo(ino.0), from, 0) {
         debug!(%ino, %error, "the kernel did not take a notification");

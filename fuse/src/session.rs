@@ -4,7 +4,7 @@
 //! in progress finish, files still open are written. Closing the volume is the caller's, after that.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use forebay_core::{Appearance, Error, ErrorKind, Result};
@@ -178,9 +178,11 @@ pub fn mount(
     let answers = Answerer::new(runtime.clone(), volume.write_bytes());
     let fs = Arc::new(FileSystem::new(volume, options.policy(), Clock::system()));
     let (end, ended) = watch::channel(false);
-    let dispatch = Dispatch::new(fs.clone(), answers.clone(), end);
+    let kernel = Arc::new(OnceLock::new());
+    let dispatch = Dispatch::new(fs.clone(), answers.clone(), end, kernel.clone());
     let notices = TaskGroup::new("notices");
     let mut session = transport::start(dispatch, target, options.config(target))?;
+    let _ = kernel.set(session.notifier());
     let place = match target {
         MountPoint::Directory(directory) => Some(find_place(directory)?),
         MountPoint::Device(_) => None,
@@ -263,6 +265,7 @@ impl Mounted {
         if let Some(place) = &self.place {
             place.leave();
         }
+        self.answers.end_waits().await;
         self.answers.drain(DRAIN_DEADLINE).await;
         self.notices.shutdown(NOTICES_DEADLINE).await;
         self.fs.release_all().await;

@@ -7,6 +7,7 @@ pub mod kv;
 pub mod commit;
 pub mod volume_file;
 pub mod schema;
+mod locks;
 mod records;
 pub mod adopt;
 pub mod dump;

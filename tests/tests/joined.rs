@@ -14,6 +14,8 @@ mod writing;
 mod lost;
 #[path = "joined/asked.rs"]
 mod asked;
+#[path = "joined/locks.rs"]
+mod locks;
 
 /// Hosts that write to one bucket.
 struct Hosts {

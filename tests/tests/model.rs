@@ -55,7 +55,10 @@ impl Case<'_> {
     /// Compares mounts of prefixes below `url`. Each remount is on another machine.
     fn compare(self, url: &str, rounds: usize) {
         let (mut rng, mut plays) = (Seeded::new(), 0);
-        let operations = sequence(&mut *rng, rounds);
+        let mut operations = sequence(&mut *rng, rounds);
+        if self.joined {
+            operations.iter_mut().for_each(Operation::lock_as_a_process);
+        }
         let checked = check(&operations, || {
             plays += 1;
             let make = match self {

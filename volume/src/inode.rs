@@ -14,7 +14,7 @@ use forebay_core::units::MIB;
 use forebay_core::{Blob, Error, ErrorKind, FileLayout, InodeId, Result, Timestamp};
 use forebay_io::mem::Permit;
 use forebay_metadata::remote::RemoteTree;
-use forebay_metadata::tree::LocalTree;
+use forebay_metadata::tree::{LocalTree, SetAttributes};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{Mutex as AsyncMutex, MutexGuard, Notify};
 
@@ -327,6 +327,10 @@ impl OpenInode {
     pub(crate) async fn truncate(&self, size: u64) -> Result<()> {
         self.let_in(size).await?;
         let mut writer = self.writer.lock().await;
+        if size == 0 && self.is_empty_for_all().await? {
+            let times = SetAttributes { mtime: Some(self.store.now()), ..SetAttributes::default() };
+            return self.store.tree.set_attributes(self.ino, times).await.map(drop);
+        }
         let mut is_alone = false;
         self.edit_now(&mut writer, |content| {
             is_alone = content.modified().is_none();
@@ -344,6 +348,23 @@ impl OpenInode {
             self.fall_back(&mut writer).await;
         }
         committed
+    }
+
+    /// Whether it is empty, here and where other mounts may have written to it. A lock file is emptied by each host that tries it: contents
+    /// of nothing would be in each other's way.
+    async fn is_empty_for_all(&self) -> Result<bool> {
+        let tree = &self.store.tree;
+        let is_shared = tree.remote().is_some() || tree.local().is_some_and(LocalTree::serves);
+        if !is_shared || self.is_pending() || self.look(Content::size) > 0 {
+            return Ok(false);
+        }
+        let (layout, _) = tree.layout(self.ino).await?;
+        let is_empty = layout.size() == 0;
+        if !is_empty {
+            // It is emptied of what others wrote.
+            self.compare(false).await;
+        }
+        Ok(is_empty)
     }
 
     /// Whether anything of it is not committed, be it that a commit is under way: what was written is noted before it is answered,
@@ -521,6 +542,12 @@ impl OpenInode {
                         }
                     }
                     let same_bytes = current == generation;
+                    if !same_bytes && layout.size() == 0 && now.size() == 0 {
+                        // Emptied here and elsewhere, as lock files are by all who try them.
+                        self.store.settled(self.ino);
+                        *self.content.write() = Content::committed(now, current);
+                        return Ok(());
+                    }
                     layout = rebase(layout, &base, &now, same_bytes).ok_or_else(|| stale(error))?;
                     (base, generation) = (now, current);
                     attempt += 1;
@@ -558,6 +585,10 @@ impl OpenInode {
 /// bytes, or an outsider's object. Where nothing of `base` is left the last writer wins; `None` where an outsider took
 /// away what is needed.
 fn rebase(layout: FileLayout, base: &FileLayout, now: &FileLayout, same_bytes: bool) -> Option<FileLayout> {
+    if layout.size() == 0 && !same_bytes {
+        // An empty object stood for it, of which no byte is needed.
+        return Some(FileLayout::default());
+    }
     let of_base: HashSet<&Blob> = base.blobs().collect();
     if !layout.blobs().any(|blob| of_base.contains(blob)) {
         return (!same_bytes).then_some(layout);
@@ -568,4 +599,26 @@ fn rebase(layout: FileLayout, base: &FileLayout, now: &FileLayout, same_bytes: b
 fn stale(conflict: Error) -> Error {
     Error::new(ErrorKind::Stale, "the file was replaced in the bucket while it was being written")
         .with_source(conflict)
+}
+
+#[cfg(test)]
+mod tests {
+    use forebay_core::{ObjectKey, Version};
+
+    use super::*;
+
+    fn layout(version: &str, size: u64) -> FileLayout {
+        FileLayout::of_blob(Blob { key: ObjectKey::new("a"), version: Version::new(version), size })
+    }
+
+    /// A file that two hosts emptied, or one emptied that was empty while another one wrote to it: ESTALE, as if bytes were gone.
+    #[test]
+    fn what_is_emptied_needs_nothing_that_was_there() {
+        let (empty, now) = (layout("v1", 0), layout("v2", 9));
+        assert_eq!(rebase(empty.clone(), &empty, &now, false), Some(FileLayout::default()));
+        assert_eq!(rebase(empty.clone(), &empty, &layout("v2", 0), true), Some(layout("v2", 0)), "moved");
+        let mut grown = layout("v1", 5);
+        grown.truncate(7);
+        assert_eq!(rebase(grown, &layout("v1", 5), &now, false), None, "what was there is needed");
+    }
 }

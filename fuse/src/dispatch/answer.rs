@@ -26,6 +26,10 @@ const WAITING_MAX: u32 = 1024;
 const BODIES_LEAST: u64 = 64 << 20;
 /// What one permit for them stands for.
 const PERMIT_BYTES: u64 = 1 << 10;
+/// Requests for locks, which wait for other programs, however long, and so in none of the places of all others.
+const LOCKS_MAX: usize = 1024;
+/// How long those may take to end with the mount.
+const LOCKS_DEADLINE: Duration = Duration::from_secs(1);
 
 /// Works on requests.
 #[derive(Debug, Clone)]
@@ -34,6 +38,8 @@ pub(crate) struct Answerer {
     tasks: TaskGroup,
     waiting: Arc<Semaphore>,
     bodies: Arc<Semaphore>,
+    locking: TaskGroup,
+    locks: Arc<Semaphore>,
 }
 
 /// A place for the bytes of one WRITE, given back when dropped.
@@ -49,6 +55,8 @@ impl Answerer {
             tasks: TaskGroup::new("fuse"),
             waiting: Arc::new(Semaphore::new(WAITING_MAX as usize)),
             bodies: Arc::new(Semaphore::new(bodies.min(Semaphore::MAX_PERMITS as u64) as usize)),
+            locking: TaskGroup::new("locks"),
+            locks: Arc::new(Semaphore::new(LOCKS_MAX)),
         }
     }
 
@@ -71,16 +79,38 @@ impl Answerer {
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        debug!(operation, %ino, "request");
-        let mut work: Pin<Box<F>> = Box::pin(work);
         let _entered = self.runtime.enter();
-        let step =
-            catch_unwind(AssertUnwindSafe(|| work.as_mut().poll(&mut Context::from_waker(Waker::noop()))));
-        match step {
-            Ok(Poll::Ready(())) => {}
-            Ok(Poll::Pending) => self.hand_over(operation, ino, work),
-            Err(_) => error!(operation, %ino, "a request panicked and answers EIO"),
+        if let Some(work) = begin(operation, ino, work) {
+            self.hand_over(operation, ino, work);
         }
+    }
+
+    /// A place for a request for a lock, unless all are taken.
+    pub(crate) fn lock_place(&self) -> Option<OwnedSemaphorePermit> {
+        self.locks.clone().try_acquire_owned().ok()
+    }
+
+    /// Works on a request that has a place of [`Self::lock_place`].
+    pub(crate) fn run_lock<F>(
+        &self,
+        operation: &'static str,
+        ino: InodeId,
+        place: OwnedSemaphorePermit,
+        work: F,
+    ) where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let _entered = self.runtime.enter();
+        let Some(work) = begin(operation, ino, work) else { return };
+        self.locking.spawn(operation, async move {
+            go_on(operation, ino, work).await;
+            drop(place);
+        });
+    }
+
+    /// Gives up what waits for locks: the mount has ended, and nobody is there who waits.
+    pub(crate) async fn end_waits(&self) {
+        self.locking.shutdown(LOCKS_DEADLINE).await;
     }
 
     /// Goes on with `work` as a task; polled again there, it leaves the task's waker instead of the first one.
@@ -91,9 +121,7 @@ impl Answerer {
         let (give, place) = oneshot::channel();
         // First, and without a place: it may have a lock already that those wait for who have the places.
         self.tasks.spawn(operation, async move {
-            if futures::FutureExt::catch_unwind(AssertUnwindSafe(work)).await.is_err() {
-                error!(operation, %ino, "a request panicked and answers EIO");
-            }
+            go_on(operation, ino, work).await;
             drop(place);
         });
         let permit = match self.waiting.clone().try_acquire_owned() {
@@ -113,6 +141,31 @@ impl Answerer {
         if tokio::time::timeout(deadline, self.waiting.acquire_many(WAITING_MAX)).await.is_err() {
             warn!("requests still waited when the mount ended");
         }
+    }
+}
+
+/// Takes work as far as it goes without waiting; what is left of it.
+fn begin<F>(operation: &'static str, ino: InodeId, work: F) -> Option<Pin<Box<F>>>
+where
+    F: Future<Output = ()>,
+{
+    debug!(operation, %ino, "request");
+    let mut work: Pin<Box<F>> = Box::pin(work);
+    let step = catch_unwind(AssertUnwindSafe(|| work.as_mut().poll(&mut Context::from_waker(Waker::noop()))));
+    match step {
+        Ok(Poll::Ready(())) => None,
+        Ok(Poll::Pending) => Some(work),
+        Err(_) => {
+            error!(operation, %ino, "a request panicked and answers EIO");
+            None
+        }
+    }
+}
+
+/// Brings it to its end.
+async fn go_on(operation: &'static str, ino: InodeId, work: impl Future<Output = ()>) {
+    if futures::FutureExt::catch_unwind(AssertUnwindSafe(work)).await.is_err() {
+        error!(operation, %ino, "a request panicked and answers EIO");
     }
 }
 
@@ -221,6 +274,27 @@ mod tests {
         worker.join().expect("the worker goes on");
         runtime.block_on(answerer.drain(Duration::from_secs(60)));
         assert_eq!(answerer.bodies.available_permits() as u64, BODIES_LEAST / PERMIT_BYTES);
+    }
+
+    /// Those of other requests stay free, and what waits for locks is given up with the mount.
+    #[test]
+    fn locks_are_waited_for_in_places_of_their_own() {
+        let runtime = runtime();
+        let answerer = Answerer::new(runtime.handle().clone(), 0);
+        let reply = Arc::new(());
+        for _ in 0..LOCKS_MAX {
+            let (place, held) = (answerer.lock_place().expect("there is one"), reply.clone());
+            answerer.run_lock("test", INO, place, async move {
+                let _held = held;
+                std::future::pending().await
+            });
+        }
+        assert!(answerer.lock_place().is_none());
+        assert_eq!(answerer.waiting.available_permits(), WAITING_MAX as usize);
+        runtime.block_on(answerer.drain(Duration::from_secs(60)));
+        assert_eq!(Arc::strong_count(&reply), LOCKS_MAX + 1);
+        runtime.block_on(answerer.end_waits());
+        assert_eq!((Arc::strong_count(&reply), answerer.locks.available_permits()), (1, LOCKS_MAX));
     }
 
     /// A dropped value stands for the reply: it must be dropped, so that EIO goes out, and the next request served.

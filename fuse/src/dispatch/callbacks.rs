@@ -4,21 +4,22 @@ use std::ffi::OsStr;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use forebay_io::mem::Pool;
 use fuser::{
     BsdFileFlags, Errno, FileHandle, Filesystem, FopenFlags, INodeNo, InitFlags, KernelConfig, LockOwner,
-    OpenFlags as Flags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus,
-    ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request,
-    TimeOrNow, WriteFlags,
+    Notifier, OpenFlags as Flags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
+    ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyStatfs,
+    ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 use tokio::sync::watch;
 
 use super::{Answerer, convert, reply as replies};
-use crate::fs::{Caller, Change, FileSystem, OpenFlags, Write};
+use crate::fs::{Caller, Change, FileSystem, Locker, OpenFlags, Opened, Write};
+use crate::notify::tell_of_size;
 
 /// Largest READ and WRITE in bytes: what 256 pages, the kernel's default limit, hold.
 const REQUEST_BYTES_MAX: u32 = 1 << 20;
@@ -29,11 +30,13 @@ const BACKGROUND_MAX: u16 = 128;
 /// The callbacks of one mount.
 #[derive(Debug)]
 pub(crate) struct Dispatch {
-    fs: Arc<FileSystem>,
-    answers: Answerer,
+    pub(super) fs: Arc<FileSystem>,
+    pub(super) answers: Answerer,
     /// For the data of large WRITEs.
     buffers: Pool,
     end: watch::Sender<bool>,
+    /// By which the kernel is told of something, once the mount is there.
+    pub(super) kernel: Arc<OnceLock<Notifier>>,
 }
 
 /// Buffers of large WRITEs that stay unused: those of the 8 parts that an upload has in flight and of the one that
@@ -42,8 +45,13 @@ const UNUSED_BUFFERS: usize = 72;
 
 impl Dispatch {
     /// `end` becomes true when the session has ended.
-    pub(crate) fn new(fs: Arc<FileSystem>, answers: Answerer, end: watch::Sender<bool>) -> Self {
-        Self { fs, answers, buffers: Pool::new(REQUEST_BYTES_MAX as usize, UNUSED_BUFFERS), end }
+    pub(crate) fn new(
+        fs: Arc<FileSystem>,
+        answers: Answerer,
+        end: watch::Sender<bool>,
+        kernel: Arc<OnceLock<Notifier>>,
+    ) -> Self {
+        Self { fs, answers, buffers: Pool::new(REQUEST_BYTES_MAX as usize, UNUSED_BUFFERS), end, kernel }
     }
 
     fn ttl(&self) -> Duration {
@@ -82,12 +90,14 @@ fn bytes(name: &OsStr) -> Vec<u8> {
 }
 
 /// What is asked of the kernel, where it has it.
-fn capabilities(dataset: bool) -> InitFlags {
+fn capabilities(dataset: bool, keeps_locks: bool) -> InitFlags {
     let common = InitFlags::FUSE_ASYNC_DIO
         | InitFlags::FUSE_PARALLEL_DIROPS
         | InitFlags::FUSE_DO_READDIRPLUS
         | InitFlags::FUSE_CACHE_SYMLINKS
         | InitFlags::FUSE_AUTO_INVAL_DATA;
+    let locks = InitFlags::FUSE_POSIX_LOCKS | InitFlags::FUSE_FLOCK_LOCKS;
+    let common = if keeps_locks { common | locks } else { common };
     match dataset {
         true => common | InitFlags::FUSE_NO_OPEN_SUPPORT | InitFlags::FUSE_NO_OPENDIR_SUPPORT,
         // KILLPRIV_V2: without it every write is preceded by a question for `security.capability`. ATOMIC_O_TRUNC is
@@ -106,7 +116,7 @@ fn capabilities(dataset: bool) -> InitFlags {
 
 impl Filesystem for Dispatch {
     fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
-        let wanted = capabilities(self.fs.policy().dataset) & config.capabilities();
+        let wanted = capabilities(self.fs.policy().dataset, self.fs.keeps_locks()) & config.capabilities();
         let accepted = config.add_capabilities(wanted).is_ok()
             && config.set_max_write(REQUEST_BYTES_MAX).is_ok()
             && config.set_max_background(BACKGROUND_MAX).is_ok();
@@ -256,8 +266,13 @@ impl Filesystem for Dispatch {
     }
 
     fn open(&self, _: &Request, ino: INodeNo, flags: Flags, reply: ReplyOpen) {
+        let kernel = self.kernel.clone();
         self.run("open", ino, |fs| async move {
-            replies::opened(reply, fs.open(convert::inode(ino), OpenFlags(flags.0)).await);
+            let opened = fs.open(convert::inode(ino), OpenFlags(flags.0)).await;
+            if let (Ok(Opened { is_as_long: false, .. }), Some(kernel)) = (&opened, kernel.get()) {
+                tell_of_size(kernel, convert::inode(ino));
+            }
+            replies::opened(reply, opened);
         });
     }
 
@@ -497,6 +512,42 @@ impl Filesystem for Dispatch {
         self.run("copy_file_range", to, |fs| async move {
             replies::written(reply, fs.copy_range(source, target, length, clears_setid).await);
         });
+    }
+
+    fn getlk(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        _: FileHandle,
+        owner: LockOwner,
+        first: u64,
+        last: u64,
+        kind: i32,
+        pid: u32,
+        reply: ReplyLock,
+    ) {
+        self.look_for_lock(convert::inode(ino), (owner.0, pid), (first, last), kind, reply);
+    }
+
+    fn setlk(
+        &self,
+        request: &Request,
+        ino: INodeNo,
+        handle: FileHandle,
+        owner: LockOwner,
+        first: u64,
+        last: u64,
+        kind: i32,
+        pid: u32,
+        waits: bool,
+        reply: ReplyEmpty,
+    ) {
+        let (ino, handle, owner) = (convert::inode(ino), convert::handle(handle), owner.0);
+        if kind == libc::F_UNLCK {
+            return self.unlock(ino, handle, owner, (first, last), reply);
+        }
+        let locker = Locker { handle, waits, thread: request.pid() };
+        self.set_lock(ino, locker, (owner, pid), (first, last), kind, reply);
     }
 
     fn ioctl(

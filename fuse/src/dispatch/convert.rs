@@ -3,6 +3,7 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use forebay_core::{Attributes, FileKind, InodeId, Timestamp};
+use forebay_metadata::tree::LockKind;
 use fuser::{FileAttr, FileHandle, FileType, INodeNo, TimeOrNow};
 
 use crate::errno::Errno;
@@ -60,6 +61,22 @@ pub(super) fn kind_of_mode(mode: u32) -> Option<FileKind> {
         libc::S_IFBLK => FileKind::BlockDevice,
         _ => return None,
     })
+}
+
+/// What a type of lock of fcntl(2) is, if it is one.
+pub(super) fn lock_kind(kind: i32) -> Option<LockKind> {
+    match kind {
+        libc::F_RDLCK => Some(LockKind::Read),
+        libc::F_WRLCK => Some(LockKind::Write),
+        _ => None,
+    }
+}
+
+pub(super) fn lock_type(kind: LockKind) -> i32 {
+    match kind {
+        LockKind::Read => libc::F_RDLCK,
+        LockKind::Write => libc::F_WRLCK,
+    }
 }
 
 pub(super) fn attributes(attributes: &Attributes) -> FileAttr {

@@ -3,6 +3,7 @@
 mod convert;
 mod answer;
 mod reply;
+mod locks;
 mod callbacks;
 
 pub(crate) use answer::Answerer;

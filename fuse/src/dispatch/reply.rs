@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::Attributes;
+use forebay_metadata::tree::Blocker;
 use fuser::{
-    FileHandle, FopenFlags, Generation, ReplyAttr, ReplyCreate, ReplyData, ReplyEmpty, ReplyEntry,
+    FileHandle, FopenFlags, Generation, ReplyAttr, ReplyCreate, ReplyData, ReplyEmpty, ReplyEntry, ReplyLock,
     ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr,
 };
 
@@ -71,6 +72,16 @@ pub(super) fn written(reply: ReplyWrite, result: FsResult<u32>) {
 pub(super) fn offset(reply: ReplyLseek, result: FsResult<u64>) {
     match result {
         Ok(offset) => reply.offset(offset as i64),
+        Err(errno) => reply.error(convert::errno(errno)),
+    }
+}
+
+pub(super) fn blocker(reply: ReplyLock, result: FsResult<Option<Blocker>>) {
+    match result {
+        Ok(Some(Blocker { range, kind, pid })) => {
+            reply.locked(range.first, range.last, convert::lock_type(kind), pid)
+        }
+        Ok(None) => reply.locked(0, 0, libc::F_UNLCK, 0),
         Err(errno) => reply.error(convert::errno(errno)),
     }
 }

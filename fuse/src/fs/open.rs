@@ -66,6 +66,8 @@ pub struct Opened {
     pub keep_cache: bool,
     /// Whether close(2) has anything to flush through this handle.
     pub flushes: bool,
+    /// Whether the kernel takes the file to be as long as it is. It reads no further otherwise, until it asks again.
+    pub is_as_long: bool,
     /// Whether writes come without a stop in the kernel's page cache. So it is for handles that cannot read: nobody
     /// would look at those pages before the next open drops them, and filling them costs as much as all the rest.
     pub direct: bool,
@@ -110,9 +112,12 @@ impl FileSystem {
 
     async fn register(&self, file: Arc<File>, write: bool, flags: OpenFlags) -> FsResult<Opened> {
         let keep_cache = self.inodes.keeps_cache(file.ino(), file.generation());
+        // A close ends the locks of who closes, also of what is read alone.
+        let flushes = write || self.keeps_locks();
+        let is_as_long = self.inodes.size(file.ino()) == file.size();
         let direct = flags.is_direct();
         match self.files.insert(file) {
-            Ok(handle) => Ok(Opened { handle, keep_cache, flushes: write, direct }),
+            Ok(handle) => Ok(Opened { handle, keep_cache, flushes, is_as_long, direct }),
             Err(file) => {
                 file.release().await?;
                 Err(Errno(libc::ENFILE))
@@ -130,12 +135,15 @@ impl FileSystem {
     }
 
     /// close(2) of one descriptor by the process whose descriptors are `closer`: what was written through this inode is
-    /// committed, and failures surface here. One that wrote nothing, while others did, commits nothing either.
+    /// committed, what it has locked of it is locked no more, and failures surface here. One that wrote nothing, while others did, commits nothing either.
     pub async fn close(&self, handle: Handle, closer: u64) -> FsResult<()> {
         if self.policy.dataset {
             return Err(Errno(libc::ENOSYS));
         }
-        Ok(self.files.get(handle)?.close(closer).await?)
+        let file = self.files.get(handle)?;
+        let closed = file.close(closer).await;
+        let unlocked = self.unlock_closed(file.ino(), closer).await;
+        closed.map_err(Errno::from).and(unlocked)
     }
 
     /// Notes who makes the next write to a handle: the process whose descriptors are `writer`, where the kernel says.
@@ -157,12 +165,17 @@ impl FileSystem {
         if self.volume.read_only() {
             return Ok(());
         }
-        Ok(self.files.get(handle)?.fsync().await?)
+        let file = self.files.get(handle)?;
+        file.fsync().await?;
+        self.expect_locked(file.ino(), handle)
     }
 
     /// The last descriptor and mapping of an open file are gone.
     pub async fn release(&self, handle: Handle) -> FsResult<()> {
-        Ok(self.files.remove(handle)?.release().await?)
+        let file = self.files.remove(handle)?;
+        let released = file.release().await;
+        let unlocked = self.unlock_released(file.ino(), handle).await;
+        released.map_err(Errno::from).and(unlocked)
     }
 }
 

@@ -9,6 +9,7 @@ use forebay_metadata::tree::OutsideListener;
 use forebay_volume::{File, Volume};
 
 use super::listing::Cursor;
+use super::locks::LockOwners;
 use super::removed::Removals;
 use crate::errno::{Errno, FsResult};
 use crate::handle::{Handle, HandleTable, RecentMap};
@@ -55,6 +56,7 @@ pub struct FileSystem {
     pub(super) clock: Clock,
     pub(super) inodes: InodeTable,
     pub(super) removals: Removals,
+    pub(super) lock_owners: LockOwners,
     pub(super) files: HandleTable<Arc<File>>,
     pub(super) directories: HandleTable<Directory>,
     pub(super) shared_files: RecentMap<InodeId, Arc<File>>,
@@ -73,6 +75,7 @@ impl FileSystem {
             clock,
             inodes: InodeTable::default(),
             removals: Removals::default(),
+            lock_owners: LockOwners::default(),
             files: HandleTable::new(OPEN_FILES_MAX),
             directories: HandleTable::new(OPEN_DIRECTORIES_MAX),
             shared_files: RecentMap::new(SHARED_FILES_MAX),

@@ -3,8 +3,8 @@
 //! Each has a session of its own: the keys of what it writes name that, and what it left goes when it ends. A request is answered
 //! in the scope of the session that asks.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::future::Future;
 
 use forebay_core::InodeId;
@@ -39,6 +39,8 @@ enum Standing {
 #[derive(Debug, Default)]
 pub(crate) struct Guests {
     standing: Mutex<HashMap<u64, Standing>>,
+    /// Those among them that have not said what they had locked when the process before served them.
+    untold: Mutex<HashSet<u64>>,
     /// How often each session, this process's own among them, has an inode open.
     openers: Mutex<HashMap<(u64, InodeId), u32>>,
 }
@@ -46,6 +48,7 @@ pub(crate) struct Guests {
 impl Guests {
     /// Notes one that is to come.
     pub(crate) fn expect(&self, session: u64) {
+        self.untold.lock().insert(session);
         self.standing.lock().insert(session, Standing::Expected);
     }
 
@@ -57,12 +60,28 @@ impl Guests {
     /// Forgets one.
     pub(crate) fn forget(&self, session: u64) {
         self.standing.lock().remove(&session);
+        self.untold.lock().remove(&session);
+    }
+
+    /// One has said what it had locked.
+    pub(crate) fn told(&self, session: u64) {
+        self.untold.lock().remove(&session);
+    }
+
+    /// Whether one has still to say what it had locked.
+    pub(crate) fn are_untold(&self) -> bool {
+        !self.untold.lock().is_empty()
     }
 
     /// Forgets those that have not come, and says which.
     pub(crate) fn forget_missing(&self) -> Vec<u64> {
-        let missing = |(session, _): (u64, Standing)| session;
-        self.standing.lock().extract_if(|_, standing| *standing == Standing::Expected).map(missing).collect()
+        let is_missing = |standing: &Standing| *standing == Standing::Expected;
+        let missing: Vec<u64> = {
+            let mut guests = self.standing.lock();
+            guests.extract_if(|_, standing| is_missing(standing)).map(|(session, _)| session).collect()
+        };
+        self.untold.lock().retain(|session| !missing.contains(session));
+        missing
     }
 
     pub(crate) fn has(&self, session: u64) -> bool {
@@ -204,7 +223,11 @@ mod tests {
         assert!(guests.welcome(5) && !guests.welcome(5) && !guests.welcome(6));
         assert_eq!(guests.expected(), Vec::<u64>::new());
         guests.expect(7);
+        assert!(guests.are_untold());
+        guests.told(5);
+        assert!(guests.are_untold(), "it has not come");
         assert_eq!(guests.forget_missing(), [7]);
+        assert!(!guests.are_untold());
         assert!(!guests.has(7) && guests.has(6));
         guests.forget(5);
         assert!(!guests.has(5));

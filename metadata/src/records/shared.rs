@@ -19,6 +19,7 @@ use super::path::Spelling;
 use super::segments::Pins;
 use super::sessions::{Guests, Holds};
 use super::{OutsideChanges, TreeSettings};
+use crate::locks::Locks;
 use crate::schema::Keys;
 
 /// One per tree; closures hold it by `Arc`.
@@ -38,6 +39,8 @@ pub(crate) struct Shared {
     pub(crate) guests: Guests,
     /// Who is writing to which file's own path, where several mounts may.
     pub(crate) holds: Holds,
+    /// Advisory locks of programs, on all mounts.
+    pub(crate) locks: Locks,
     /// Inode numbers and generations below are given to nobody any more: the server before may have told its guests of some that it
     /// lost.
     pub(crate) first_number: AtomicU64,
@@ -83,6 +86,7 @@ impl Shared {
             handed_out_blank: Mutex::default(),
             guests: Guests::default(),
             holds: Holds::default(),
+            locks: Locks::default(),
             first_number: AtomicU64::new(0),
             touched: Touched::default(),
             markers: Markers::default(),

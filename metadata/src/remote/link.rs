@@ -12,18 +12,17 @@ use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, InodeId, Result, VolumeId};
 use forebay_io::net::secure::{Host, Stream};
 use forebay_io::rng::Rng;
-use forebay_io::task::{Stop, TaskGroup};
+use forebay_io::task::TaskGroup;
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
-use tokio::io::{AsyncWriteExt, ReadHalf, WriteHalf};
+use tokio::io::{ReadHalf, WriteHalf};
 use tokio::sync::{Notify, mpsc, oneshot};
-use tokio::time::{Instant, interval_at, sleep, timeout, timeout_at};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::messages::Messages;
-use super::serve::{BEAT, SILENCE};
-use super::wire::{
-    Answer, Failure, Hello, Request, Standing, ToGuest, ToServer, Twice, Welcome, encode, time_for,
-};
+use super::saying::{hear_answer, say, speak};
+use super::serve::SILENCE;
+use super::wire::{Answer, Failure, Hello, Request, Standing, ToGuest, ToServer, Twice, Welcome, encode};
 use crate::tree::OutsideChange;
 
 /// Between two looks for a process that serves the tree.
@@ -70,6 +69,10 @@ pub(super) trait Listener: Send + Sync + 'static {
     fn ending(&self, is_synced: bool);
     /// The session goes on with a process that may have lost what was not synced.
     fn taken_over(&self);
+    /// A lock is free that was waited for under this number.
+    fn offered(&self, ticket: u64);
+    /// The session was ended, and with it what it had locked.
+    fn ended(&self);
 }
 
 /// A request that waits for its answer.
@@ -223,6 +226,32 @@ impl Link {
         }
     }
 
+    /// Asks for what has to be known for certain once it was asked for: that is waited for, however long. Until then no longer than
+    /// who wants to know it does.
+    pub(super) async fn call_surely(
+        &self,
+        request: Request,
+        is_given_up: impl Future<Output = ()>,
+    ) -> Result<Answer> {
+        let Some((id, mut answered)) = self.ask(|| true, request)? else { return Ok(Answer::Done) };
+        tokio::select! {
+            answer = &mut answered => return answer.unwrap_or_else(|_| Err(closed())),
+            () = is_given_up => {
+                let mut line = self.line.lock();
+                if line.waiting.get(&id).is_some_and(|waiting| !waiting.is_sent) {
+                    line.waiting.remove(&id);
+                    return Err(self.away());
+                }
+            }
+        }
+        answered.await.unwrap_or_else(|_| Err(closed()))
+    }
+
+    /// How long an answer is waited for.
+    pub(super) fn deadline(&self) -> Duration {
+        self.deadline
+    }
+
     /// Asks for what nobody waits for, whoever serves the tree meanwhile, if something still holds when it is about to be sent.
     ///
     /// # Errors
@@ -249,7 +278,7 @@ impl Link {
         Ok(Some((id, answered)))
     }
 
-    fn away(&self) -> Error {
+    pub(super) fn away(&self) -> Error {
         let seconds = self.deadline.as_secs();
         let fact = format!("no process that serves the tree of this volume answered for {seconds} s");
         let error = Error::new(ErrorKind::Unavailable, fact).with_hint(
@@ -365,6 +394,7 @@ impl Link {
             tracing::warn!("this mount was cut off for too long: what it was writing then is lost");
             self.session.store(self.rng.u64(), Ordering::Relaxed);
             *is_new = true;
+            listener.ended();
             return Err(Error::new(ErrorKind::Unavailable, "the session of this mount was ended"));
         }
         *is_new = false;
@@ -469,6 +499,7 @@ impl Link {
                     changes.into_iter().for_each(|change| listener.changed(change))
                 }
                 Some(ToGuest::Missed) => listener.missed(),
+                Some(ToGuest::Offered(ticket)) => listener.offered(ticket),
                 Some(ToGuest::Quotas(has)) => self.has_quotas.store(has, Ordering::Relaxed),
                 Some(ToGuest::Welcome(_) | ToGuest::Refused(_)) => {
                     return Err(Error::corrupt("it lets this mount in twice"));
@@ -519,82 +550,6 @@ fn send(say: &mpsc::Sender<Bytes>, id: u64, oldest: u64, waiting: &mut Waiting) 
     Ok(())
 }
 
-async fn say(stream: &mut (impl AsyncWriteExt + Unpin), message: &ToServer) -> Result<()> {
-    let frame = encode(message)?;
-    let saying = async {
-        stream.write_all(&frame).await?;
-        stream.flush().await
-    };
-    let said = timeout(SILENCE + time_for(frame.len()), saying).await;
-    Ok(said.map_err(|_| Error::new(ErrorKind::Unavailable, "it takes nothing"))??)
-}
-
-/// Waits for the answer to a request, and says meanwhile that this side lives: much that is open takes its time.
-async fn hear_answer(
-    hearing: &mut Messages<ReadHalf<Stream>>,
-    saying: &mut WriteHalf<Stream>,
-    id: u64,
-) -> Result<Answer> {
-    let mut beat = interval_at(Instant::now() + BEAT, BEAT);
-    loop {
-        let heard = tokio::select! {
-            heard = hearing.next() => heard?,
-            _ = beat.tick() => {
-                say(saying, &ToServer::Alive).await?;
-                continue;
-            }
-        };
-        match heard {
-            Some(ToGuest::Answer { id: answered, outcome }) if answered == id => {
-                return outcome.map_err(Error::from);
-            }
-            Some(_) => {}
-            None => return Err(Error::new(ErrorKind::Unavailable, "it went away")),
-        }
-    }
-}
-
-/// Says what is to be said, a beat where there is nothing, until nobody has anything to say.
-async fn speak(mut stream: WriteHalf<Stream>, mut queue: mpsc::Receiver<Bytes>, stop: Stop) {
-    let Ok(beat) = encode(&ToServer::Alive) else { return stop.cancel() };
-    let speaking = async {
-        let mut together = Vec::new();
-        loop {
-            together.clear();
-            tokio::select! {
-                frame = queue.recv() => match frame {
-                    Some(frame) => together.extend_from_slice(&frame),
-                    None => break,
-                },
-                () = sleep(BEAT) => together.extend_from_slice(&beat),
-            }
-            // What else is there goes with it.
-            while together.len() < 64 << 10
-                && let Ok(frame) = queue.try_recv()
-            {
-                together.extend_from_slice(&frame);
-            }
-            let saying = async {
-                stream.write_all(&together).await?;
-                stream.flush().await
-            };
-            match timeout(SILENCE + time_for(together.len()), saying).await {
-                Ok(Ok(())) => {}
-                // It takes nothing any more: who hears finds out as well.
-                _ => break,
-            }
-        }
-    };
-    let mut speaking = pin!(speaking);
-    tokio::select! {
-        () = &mut speaking => stop.cancel(),
-        // What is on its way still leaves.
-        () = stop.cancelled() => {
-            let _ = timeout(Duration::from_millis(200), speaking).await;
-        }
-    }
-}
-
-fn closed() -> Error {
+pub(super) fn closed() -> Error {
     Error::new(ErrorKind::Unavailable, "the tree is closed")
 }

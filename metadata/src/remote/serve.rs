@@ -238,7 +238,9 @@ impl Shared {
         let mut conversation = Conversation::new(session.clone(), messages, answering, stop.clone(), ending);
         let way = conversation.way();
         tasks.spawn("changes", tell_changes(session.clone(), changes, way.clone(), stop.clone()));
-        tasks.spawn("quotas", tell_of_quotas(self.tree.clone(), way, stop));
+        tasks.spawn("quotas", tell_of_quotas(self.tree.clone(), way.clone(), stop.clone()));
+        let offers = self.tree.listen_for_locks(session.number());
+        tasks.spawn("locks", tell_of_locks(offers, way, stop));
         let heard = conversation.hold().await;
         self.end_of(session, &mut conversation, heard).await
     }
@@ -377,6 +379,19 @@ async fn tell_changes(
             }
             let message = if is_lost { ToGuest::Missed } else { ToGuest::Changed(told) };
             let Ok(frame) = encode(&message) else { continue };
+            if say.send(frame).await.is_err() {
+                return;
+            }
+        }
+    };
+    stop.run_until_cancelled(telling).await;
+}
+
+/// Tells a mount which of its waits for locks may be over.
+async fn tell_of_locks(mut offers: mpsc::Receiver<u64>, say: mpsc::Sender<Bytes>, stop: Stop) {
+    let telling = async {
+        while let Some(ticket) = offers.recv().await {
+            let Ok(frame) = encode(&ToGuest::Offered(ticket)) else { return };
             if say.send(frame).await.is_err() {
                 return;
             }

@@ -247,12 +247,31 @@ impl Session {
             Request::Sync => tree.sync().await.map(done),
             Request::Statistics => tree.statistics().await.map(Answer::Statistics),
             Request::Refresh(ino) => tree.refresh(ino).await.map(done),
-            Request::Reopen(open, held) => self.reopen(open, held).await.map(Answer::Inodes),
+            other => self.make_own(other).await,
+        }
+    }
+
+    /// The same of what is no call of a tree, or one of a session's own.
+    async fn make_own(&self, request: Request) -> Result<Answer> {
+        let tree: &LocalTree = &self.tree;
+        match request {
+            Request::Reopen(open, held, locks) => {
+                // First: others wait for it.
+                let lost = tree.relock(self.number, locks);
+                self.reopen(open, held).await.map(|gone| Answer::Reopened(gone, lost))
+            }
             Request::Command(command) => match self.commands.0.get() {
                 Some(commands) => Ok(Answer::Bytes(commands(command).await)),
                 None => Err(Error::new(ErrorKind::Unavailable, "it takes no commands yet")),
             },
-            Request::Bye => self.tree.end_guest(self.number).await.map(done),
+            Request::Bye => tree.end_guest(self.number).await.map(|()| Answer::Done),
+            Request::Lock(ino, lock, asking) => Ok(Answer::Lock(tree.ask_lock(ino, lock, asking))),
+            Request::Unlock(ino, owner, range) => tree.unlock(ino, owner, range).await.map(|()| Answer::Done),
+            Request::Leave(ino, ticket) => {
+                tree.leave_lock(ino, ticket);
+                Ok(Answer::Done)
+            }
+            _ => Err(Error::bug("a request that nobody makes")),
         }
     }
 

@@ -10,10 +10,11 @@ use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::link::{Link, Listener};
+use super::locks::GuestLocks;
 use super::privileges::{Doubts, Lack, Relied, is_plain};
 use super::wire::{Answer, Request};
 use crate::records::Pins;
-use crate::tree::{OutsideChange, OutsideChanges, Statistics};
+use crate::tree::{LockAnswer, OutsideChange, OutsideChanges, Statistics};
 
 /// How often what was changed is made durable; who serves the tree does so every second as well.
 const SYNC_EVERY: Duration = Duration::from_secs(2);
@@ -57,6 +58,8 @@ pub(super) struct Shared {
     doubts: Doubts,
     /// At whose own paths this mount is.
     pub(super) held: Mutex<HashSet<InodeId>>,
+    /// What this mount has locked.
+    pub(super) locks: GuestLocks,
     /// Changes that were answered so far, and how many of them are durable.
     pub(super) changes: AtomicU64,
     pub(super) synced: AtomicU64,
@@ -83,6 +86,7 @@ impl Shared {
             open: Mutex::default(),
             doubts: Doubts::default(),
             held: Mutex::default(),
+            locks: GuestLocks::default(),
             changes: AtomicU64::new(0),
             synced: AtomicU64::new(0),
             losses: AtomicU64::new(0),
@@ -235,6 +239,9 @@ impl Listener for Shared {
     }
 
     fn answered(&self, request: &Request, answer: &Answer) -> Option<InodeId> {
+        if let (Request::Lock(ino, lock, _), Answer::Lock(LockAnswer::Granted)) = (request, answer) {
+            self.locks.granted(*ino, lock);
+        }
         let (opened, made) = match (request, answer) {
             (Request::Opened(ino), Answer::Opened(..)) => (*ino, None),
             (_, Answer::Created(made)) => (made.attributes.ino, made.is_new.then_some(made.attributes.mode)),
@@ -278,16 +285,20 @@ impl Listener for Shared {
         self.standings.fetch_add(1, Ordering::SeqCst);
         let open =
             open.iter().flat_map(|(ino, open)| std::iter::repeat_n(*ino, open.count as usize)).collect();
-        Request::Reopen(open, self.held.lock().iter().copied().collect())
+        Request::Reopen(open, self.held.lock().iter().copied().collect(), self.locks.all())
     }
 
     fn reopened(&self, answer: Answer) {
-        if let Answer::Inodes(gone) = answer {
+        if let Answer::Reopened(gone, lost) = answer {
             let mut open = self.open.lock();
             for ino in gone {
                 tracing::warn!(%ino, "a file that is open here is gone with the process that served the tree");
                 open.remove(&ino);
             }
+            drop(open);
+            self.locks.lose(lost);
+            // Who serves the tree now does not know who waits.
+            self.locks.waiters.tell_all();
         }
     }
 
@@ -305,6 +316,14 @@ impl Listener for Shared {
             self.losses.fetch_add(1, Ordering::SeqCst);
             self.settle_changes();
         }
+    }
+
+    fn offered(&self, ticket: u64) {
+        self.locks.waiters.tell(ticket);
+    }
+
+    fn ended(&self) {
+        self.locks.lose_all();
     }
 }
 

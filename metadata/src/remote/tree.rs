@@ -20,8 +20,9 @@ use super::state::{Shared, unexpected};
 use super::wire::{Answer, Request};
 use crate::records::owned_key;
 use crate::tree::{
-    CAPABILITY, CloneGuide, Cloned, Created, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges,
-    Placement, Removed, RenameMode, SegmentPin, SetAttributes, SetIds, Statistics, Tree, XattrMode,
+    Blocker, CAPABILITY, CloneGuide, Cloned, Created, DirectoryPage, Existing, Lock, LockAnswer, LockRange,
+    Lookup, NewInode, OutsideChanges, Placement, Removed, RenameMode, SegmentPin, SetAttributes, SetIds,
+    Statistics, Tree, XattrMode,
 };
 
 /// How long a command may take: to check a large volume takes its time.
@@ -394,6 +395,18 @@ impl Tree for RemoteTree {
         Ok(())
     }
 
+    async fn lock(&self, ino: InodeId, lock: Lock, waits: bool) -> Result<LockAnswer> {
+        self.shared.set_lock(&self.tasks, ino, lock, waits).await
+    }
+
+    async fn blocker(&self, ino: InodeId, lock: Lock) -> Result<Option<Blocker>> {
+        self.shared.blocker(ino, lock).await
+    }
+
+    async fn unlock(&self, ino: InodeId, owner: u64, range: LockRange) -> Result<()> {
+        self.shared.unlock(&self.tasks, ino, owner, range).await
+    }
+
     async fn reserve(&self, ino: InodeId, size: u64) -> Result<()> {
         match self.shared.link.has_quotas() {
             true => self.done(Request::Reserve(ino, size)).await,
@@ -543,6 +556,11 @@ impl RemoteTree {
     /// What others changed so far, as this mount heard of it.
     pub fn heard(&self) -> u64 {
         self.shared.heard.load(Ordering::SeqCst)
+    }
+
+    /// Whether something that an owner had locked of a file is lost, as this mount was cut off for too long, and it was not told yet.
+    pub fn has_lost_locks(&self, ino: InodeId, owner: u64) -> bool {
+        self.shared.locks.is_lost(ino, owner)
     }
 
     /// Whether names of a directory may have been lost of late, once for each that asks; 0 for the volume as a whole.

@@ -13,13 +13,14 @@ use postcard::ser_flavors::Flavor;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::locks::Asking;
 use crate::tree::{
-    Created, DirectoryPage, Existing, Lookup, NewInode, OutsideChange, Placement, Removed, RenameMode,
-    SetAttributes, Statistics, XattrMode,
+    Created, DirectoryPage, Existing, Lock, LockAnswer, LockRange, Lookup, NewInode, OutsideChange,
+    Placement, Removed, RenameMode, SetAttributes, Statistics, XattrMode,
 };
 
 /// Names what is spoken, and its version: who speaks another one is turned away (ALPN).
-pub const PROTOCOL: &str = "forebay-tree/2";
+pub const PROTOCOL: &str = "forebay-tree/3";
 /// The longest message, in bytes: a layout of half a million extents.
 const LONGEST: usize = 64 << 20;
 /// Bytes before the body of a message: its length.
@@ -80,6 +81,8 @@ pub(super) enum ToGuest {
     Alive,
     /// It ends, and answers nothing any more: another one may serve the tree soon. Whether all that it answered is durable.
     Ending(bool),
+    /// A lock is free that the mount waits for under this number.
+    Offered(u64),
 }
 
 /// How a mount is let in.
@@ -162,7 +165,7 @@ impl From<Failure> for Error {
     }
 }
 
-/// What a mount asks for: a call of [`crate::tree::Tree`] each, but for the last two.
+/// What a mount asks for: a call of [`crate::tree::Tree`] each, but for some of the last.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) enum Request {
     Lookup(InodeId, Bytes),
@@ -201,13 +204,19 @@ pub(super) enum Request {
     Sync,
     Statistics,
     Refresh(InodeId),
-    /// What the session has open, as often as it has, and at whose own paths it is, after another process took the tree over.
-    /// Answered with what is open no more.
-    Reopen(Vec<InodeId>, Vec<InodeId>),
+    /// What the session has open, as often as it has, at whose own paths it is, and what it has locked, after another process took
+    /// the tree over. Answered with what is open, and locked, no more.
+    Reopen(Vec<InodeId>, Vec<InodeId>, Vec<(InodeId, Lock)>),
     /// A command of people, as whoever serves the tree understands it; answered in kind.
     Command(Bytes),
     /// It ends.
     Bye,
+    /// An advisory lock.
+    Lock(InodeId, Lock, Asking),
+    /// Takes those of an owner away.
+    Unlock(InodeId, u64, LockRange),
+    /// It does not wait any more for the lock that it waited for under this number.
+    Leave(InodeId, u64),
 }
 
 /// What a request does to the tree if it is made twice.
@@ -257,7 +266,11 @@ impl Request {
             | Self::Refresh(_)
             | Self::Create(_, _, _, Existing::Accept)
             | Self::CreateOpened(_, _, _, Existing::Accept)
-            | Self::Bye => Twice::Same,
+            | Self::Bye
+            // An owner's locks are in nobody's way but others', and each file's are asked for one after another.
+            | Self::Lock(..)
+            | Self::Unlock(..)
+            | Self::Leave(..) => Twice::Same,
             Self::Create(_, _, _, Existing::Refuse)
             | Self::CreateOpened(_, _, _, Existing::Refuse)
             | Self::Link(..)
@@ -279,6 +292,9 @@ impl Request {
             | Self::Bye
             | Self::Opened(_)
             | Self::Reserve(..)
+            | Self::Lock(..)
+            | Self::Unlock(..)
+            | Self::Leave(..)
             | Self::Reopen(..) => false,
             other => other.twice() != Twice::Looks,
         }
@@ -299,6 +315,14 @@ impl Request {
                 Self::CommitShared(ino, generation, checked(layout)?, mtime, lender)
             }
             Self::Relocate(ino, generation, layout) => Self::Relocate(ino, generation, checked(layout)?),
+            Self::Lock(_, Lock { range, .. }, _) | Self::Unlock(_, _, range) if range.first > range.last => {
+                return Err(Error::corrupt("a lock ends before it begins"));
+            }
+            Self::Reopen(_, _, ref locks)
+                if locks.iter().any(|(_, lock)| lock.range.first > lock.range.last) =>
+            {
+                return Err(Error::corrupt("a lock ends before it begins"));
+            }
             other => other,
         })
     }
@@ -321,10 +345,12 @@ pub(super) enum Answer {
     Placement(Placement),
     Flag(bool),
     Statistics(Statistics),
-    Inodes(Vec<InodeId>),
+    /// What of that which was said to be open, and of the owners of what was said to be locked, is so no more.
+    Reopened(Vec<InodeId>, Vec<(InodeId, u64)>),
     Removed(Option<Removed>),
     /// Of an open file: its layout, its generation, and whether a write takes neither set-id bits nor a capability from it.
     Opened(FileLayout, u64, bool),
+    Lock(LockAnswer),
 }
 
 impl Answer {
@@ -463,6 +489,7 @@ mod tests {
 
     use super::super::messages::Messages;
     use super::*;
+    use crate::tree::{Blocker, LockKind};
 
     const SECOND: Duration = Duration::from_secs(1);
 
@@ -508,12 +535,14 @@ mod tests {
         let time = Timestamp { seconds: -1, nanos: 9 };
         let failure = Failure::from(Error::new(ErrorKind::Stale, "so").with_hint("do"));
         let welcome = Welcome { server: 5, standing: Standing::TakenOver, has_quotas: true };
+        let range = LockRange { first: 1, last: 300 };
+        let lock = Lock { owner: 300, pid: 5, range, kind: LockKind::Write };
         let changed = vec![
             OutsideChange::Name { directory: InodeId(1), name: name.clone() },
             OutsideChange::Inode { ino: InodeId(2), has_content: true },
             OutsideChange::Anything,
         ];
-        let said: [(&str, String); 12] = [
+        let said: [(&str, String); 16] = [
             ("HELLO", hex(&|| encode(&ToServer::Hello(hello.clone())))),
             ("LOOKUP", hex(&ask(Request::Lookup(InodeId(1), name.clone())))),
             (
@@ -531,13 +560,20 @@ mod tests {
             ("FAILED", hex(&|| encode(&ToGuest::Answer { id: 9, outcome: Err(failure.clone()) }))),
             ("DONE", hex(&|| encode(&ToGuest::Answer { id: 9, outcome: Ok(Answer::Done) }))),
             (
-                "INODES",
-                hex(&|| encode(&ToGuest::Answer { id: 9, outcome: Ok(Answer::Inodes(vec![InodeId(7)])) })),
+                "REOPENED",
+                hex(&|| {
+                    let reopened = Answer::Reopened(vec![InodeId(7)], vec![(InodeId(8), 300)]);
+                    encode(&ToGuest::Answer { id: 9, outcome: Ok(reopened) })
+                }),
             ),
             ("CHANGED", hex(&|| encode(&ToGuest::Changed(changed.clone())))),
             ("ENDING", hex(&|| encode(&ToGuest::Ending(true)))),
+            ("LOCK", hex(&ask(Request::Lock(InodeId(7), lock, Asking::Wait(8))))),
+            ("UNLOCK", hex(&ask(Request::Unlock(InodeId(7), 300, lock.range)))),
+            ("REOPEN", hex(&ask(Request::Reopen(vec![InodeId(7)], Vec::new(), vec![(InodeId(7), lock)])))),
+            ("OFFERED", hex(&|| encode(&ToGuest::Offered(8)))),
         ];
-        let pinned: [(&str, &str); 12] = [
+        let pinned: [(&str, &str); 16] = [
             ("HELLO", "090000000007ac020103682d31"),
             ("LOOKUP", "070000000109040001016e"),
             ("RENAME", "0b0000000109040c01016e02016e02"),
@@ -547,9 +583,13 @@ mod tests {
             ("WELCOME", "0400000000050101"),
             ("FAILED", "0b0000000209010502736f0102646f"),
             ("DONE", "0400000002090000"),
-            ("INODES", "060000000209000e0107"),
+            ("REOPENED", "0a0000000209000e01070108ac02"),
             ("CHANGED", "0a00000003030001016e01020102"),
             ("ENDING", "020000000701"),
+            ("LOCK", "0e0000000109042707ac020501ac02010208"),
+            ("UNLOCK", "0a0000000109042807ac0201ac02"),
+            ("REOPEN", "10000000010904240107000107ac020501ac0201"),
+            ("OFFERED", "020000000808"),
         ];
         for ((name, said), (_, pinned)) in said.iter().zip(pinned) {
             assert_eq!(said, pinned, "{name}");
@@ -581,6 +621,9 @@ mod tests {
         };
         let removed = answer(Answer::Removed(Some(removed)));
         assert_eq!(removed, "190000000209000f010701ed030102000000000109010901090001016e");
+        let range = LockRange { first: 1, last: 300 };
+        let held = LockAnswer::Held(Blocker { range, kind: LockKind::Write, pid: 5 });
+        assert_eq!(answer(Answer::Lock(held)), "0a000000020900110201ac020105");
         let opened = answer(Answer::Opened(layout(5), 3, true));
         assert_eq!(opened, "110000000209001005010005000161017605000301");
     }
@@ -599,6 +642,17 @@ mod tests {
         };
         assert_eq!(refused(long.to_vec()).await, ErrorKind::Corrupt);
         assert_eq!(refused([&[1, 0, 0, 0][..], &[200]].concat()).await, ErrorKind::Corrupt);
+        // Locks of less than nothing.
+        let range = LockRange { first: 2, last: 1 };
+        let lock = Lock { owner: 1, pid: 1, range, kind: LockKind::Read };
+        for request in [
+            Request::Lock(InodeId(7), lock, Asking::Try),
+            Request::Unlock(InodeId(7), 1, range),
+            Request::Reopen(Vec::new(), Vec::new(), vec![(InodeId(7), lock)]),
+        ] {
+            let frame = encode(&ToServer::Ask { id: 1, oldest: 1, request }).expect("short");
+            assert_eq!(refused(frame.to_vec()).await, ErrorKind::Corrupt);
+        }
         // Extents that overlap, as no tree of ours makes them.
         let extent = Extent { offset: 0, length: 1, source: Source::Inline(Bytes::from_static(b"x")) };
         let body =

@@ -5,7 +5,7 @@ use bytes::Bytes;
 use forebay_core::{Attributes, FileKind, FileLayout, InodeId, ObjectKey, Result, Timestamp, Version};
 use serde::{Deserialize, Serialize};
 
-use super::{Cloned, OutsideChanges, Removed, SegmentPin};
+use super::{Blocker, Cloned, Lock, LockAnswer, LockRange, OutsideChanges, Removed, SegmentPin};
 use crate::schema::Quota;
 
 /// Outcome of looking a name up; a miss is expected and no error.
@@ -298,6 +298,23 @@ pub trait Tree: Send + Sync + std::fmt::Debug {
 
     /// Takes one `opened` back; the last one of an unlinked inode frees it.
     async fn closed(&self, ino: InodeId) -> Result<()>;
+
+    /// Sets an advisory lock of this mount, beside its owner's others on the file and in the place of what they have in common: now or
+    /// not at all, or once nobody else's is in the way. Who gives up waiting, at any moment, has not set it. The answer is
+    /// `Granted`, `Held`, `Deadlock` or `Full`.
+    ///
+    /// # Errors
+    /// `Unavailable` past the deadline, or where this mount was cut off for so long that what its owner had locked there is lost.
+    async fn lock(&self, ino: InodeId, lock: Lock, waits: bool) -> Result<LockAnswer>;
+
+    /// The lock that is in the way of another one, if any is.
+    async fn blocker(&self, ino: InodeId, lock: Lock) -> Result<Option<Blocker>>;
+
+    /// Takes an owner's locks away, where it has any; nobody is waited for where nobody serves the tree.
+    ///
+    /// # Errors
+    /// `Unavailable` where they were lost, as with [`Self::lock`], until it is told of all of them.
+    async fn unlock(&self, ino: InodeId, owner: u64, range: LockRange) -> Result<()>;
 
     /// Says that an open file is about to be `size` bytes long, before any of them leave: they count against quotas from
     /// here on, until the file is committed or closed.

@@ -90,6 +90,7 @@ impl LocalTree {
     /// Ends a session of another mount: what it was writing is in doubt, what it wrote and did not commit is garbage.
     pub(crate) async fn end_guest(&self, session: u64) -> Result<()> {
         self.forget_guest(session);
+        self.shared.locks.end(session);
         for ino in self.shared.holds.of(session) {
             self.let_go(ino, session).await?;
         }

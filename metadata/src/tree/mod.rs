@@ -16,8 +16,9 @@ mod commit_layout;
 mod place;
 mod clone;
 mod following;
-mod local;
 mod leftovers;
+mod local;
+mod locking;
 mod operations;
 mod quota;
 mod trash;
@@ -35,6 +36,7 @@ pub(crate) use xattr::CAPABILITY;
 pub use quota::DirectoryQuota;
 pub use trash::Trashed;
 
+pub use crate::locks::{Blocker, Lock, LockAnswer, LockKind, LockRange};
 pub use crate::records::{
     Cloned, GcSettings, ImportSettings, OutsideChange, OutsideChanges, OutsideListener, Removed, SegmentPin,
     TrashId, TreeSettings,

@@ -14,9 +14,10 @@ use super::commit_layout::{Content, commit_layout};
 use super::local::LocalTree;
 use super::place::{Step, place};
 use super::{
-    CloneGuide, Cloned, Created, DirectoryEntry, DirectoryPage, Existing, Lookup, NewInode, OutsideChanges,
-    Placement, Removed, RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode, clone, create,
-    following, link, quota, remove_directory, rename, segments, set_attributes, unlink, xattr,
+    Blocker, CloneGuide, Cloned, Created, DirectoryEntry, DirectoryPage, Existing, Lock, LockAnswer,
+    LockRange, Lookup, NewInode, OutsideChanges, Placement, Removed, RenameMode, SegmentPin, SetAttributes,
+    Statistics, Tree, XattrMode, clone, create, following, link, quota, remove_directory, rename, segments,
+    set_attributes, unlink, xattr,
 };
 use crate::mover::{Settled, Unplaced};
 use crate::records::{Change, Look, Records, check_name, owned_key};
@@ -249,6 +250,19 @@ impl Tree for LocalTree {
         }
         let session = self.shared.session;
         self.change(move |change| change.free_orphan(session, ino)).await
+    }
+
+    async fn lock(&self, ino: InodeId, lock: Lock, waits: bool) -> Result<LockAnswer> {
+        self.set_lock(ino, lock, waits).await
+    }
+
+    async fn blocker(&self, ino: InodeId, lock: Lock) -> Result<Option<Blocker>> {
+        self.find_blocker(ino, lock).await
+    }
+
+    async fn unlock(&self, ino: InodeId, owner: u64, range: LockRange) -> Result<()> {
+        self.shared.locks.unlock(self.asking(), ino, owner, range);
+        Ok(())
     }
 
     async fn reserve(&self, ino: InodeId, size: u64) -> Result<()> {

@@ -118,6 +118,13 @@ impl Operation {
     pub(crate) fn is_the_kernels(&self) -> bool {
         matches!(self, Self::Take { .. } | Self::Drop { .. } | Self::Lock { .. } | Self::May { .. })
     }
+
+    /// Has a lock be a process's: where several hosts write all kinds are one, and those of open files end moments after these (S80).
+    pub(crate) fn lock_as_a_process(&mut self) {
+        if let Self::Lock { kind, .. } = self {
+            *kind = "process";
+        }
+    }
 }
 
 /// Operations between two mounts.

@@ -122,6 +122,13 @@ impl OpenInode {
         self.catch_up_in_turn().await;
     }
 
+    /// The same once whoever has the turn is done: it may be looking at what was there a moment ago. Whether it was looked at.
+    pub(crate) async fn catch_up_for_certain(&self) -> bool {
+        let _turn = self.writer.lock().await;
+        self.is_behind.store(false, SeqCst);
+        self.compare(false).await
+    }
+
     /// The same for who has the turn, where others changed it since it was looked at.
     pub(super) async fn catch_up_in_turn(&self) {
         if self.is_behind.load(SeqCst) {
@@ -140,11 +147,16 @@ impl OpenInode {
         }
     }
 
-    /// Takes over what the tree has. The caller has the turn. After a loss a file that is not there is lost as well.
-    async fn compare(&self, is_loss: bool) {
+    /// Takes over what the tree has, and says whether that is known. The caller has the turn. After a loss a file that is not there is
+    /// lost as well.
+    pub(super) async fn compare(&self, is_loss: bool) -> bool {
         let is_written = |content: &Content| content.modified().is_some() || !content.readable();
-        if self.look(is_written) || self.is_retired() {
-            return;
+        // Made here and not written to: what another mount wrote to it meanwhile is not to be emptied by its close.
+        let is_made =
+            |content: &Content| content.size() == 0 && content.base().size() == 0 && content.readable();
+        let is_only_made = self.is_touched() && self.look(is_made);
+        if (self.look(is_written) && !is_only_made) || self.is_retired() {
+            return true;
         }
         let (layout, generation) = match self.store.tree.layout(self.ino).await {
             Ok(found) => found,
@@ -154,17 +166,19 @@ impl OpenInode {
                     true => self.record_failure(lost()),
                     false => self.is_behind.store(true, SeqCst),
                 }
-                return;
+                return false;
             }
         };
         let mut content = self.content.write();
         let known = content.generation();
-        if content.modified().is_some() {
-            return;
+        if content.modified().is_some() && (!is_only_made || known == generation) {
+            return true;
         }
+        self.is_touched.store(false, SeqCst);
         if known == generation {
             // Elsewhere by now, or, after a loss, what another mount made of it.
-            return content.follow(layout);
+            content.follow(layout);
+            return true;
         }
         *content = Content::committed(layout, generation);
         drop(content);
@@ -173,6 +187,7 @@ impl OpenInode {
             tracing::error!(ino = %self.ino, %error, "lost written bytes");
             self.record_failure(error);
         }
+        true
     }
 
     /// Goes on from where the tree has the bytes that were committed last; what was written since stays over them. The

@@ -12,8 +12,9 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use forebay_metadata::tree::{
-    CloneGuide, Cloned, DirectoryPage, Existing, LocalTree, Lookup, NewInode, OutsideChanges, Placement,
-    Removed, RenameMode, SegmentPin, SetAttributes, Statistics, Tree, XattrMode,
+    Blocker, CloneGuide, Cloned, DirectoryPage, Existing, LocalTree, Lock, LockAnswer, LockRange, Lookup,
+    NewInode, OutsideChanges, Placement, Removed, RenameMode, SegmentPin, SetAttributes, Statistics, Tree,
+    XattrMode,
 };
 
 /// What the tree says of any file's bytes instead of what it has.
@@ -210,6 +211,18 @@ impl Tree for Unlucky {
 
     async fn closed(&self, ino: InodeId) -> Result<()> {
         self.tree.closed(ino).await
+    }
+
+    async fn lock(&self, ino: InodeId, lock: Lock, waits: bool) -> Result<LockAnswer> {
+        self.tree.lock(ino, lock, waits).await
+    }
+
+    async fn blocker(&self, ino: InodeId, lock: Lock) -> Result<Option<Blocker>> {
+        self.tree.blocker(ino, lock).await
+    }
+
+    async fn unlock(&self, ino: InodeId, owner: u64, range: LockRange) -> Result<()> {
+        self.tree.unlock(ino, owner, range).await
     }
 
     async fn reserve(&self, ino: InodeId, size: u64) -> Result<()> {

@@ -1,6 +1,6 @@
 //! A volume that other mounts write to as well.
 
-use forebay_core::{InodeId, Result};
+use forebay_core::{Error, ErrorKind, InodeId, Result};
 use forebay_metadata::volume_file::LeaseState;
 
 use super::Volume;
@@ -43,6 +43,18 @@ impl Volume {
             Ok((layout, generation)) => inode.renew(layout, generation),
             // Removed, most likely: who has it open goes on with what it was.
             Err(error) => tracing::debug!(%ino, %error, "an open file is shown as it was"),
+        }
+    }
+
+    /// Has an open file show what others had committed by now, as whoever locks it is to see.
+    ///
+    /// # Errors
+    /// `Unavailable` where the tree does not say what that is.
+    pub async fn renew_locked(&self, ino: InodeId) -> Result<()> {
+        let Some(inode) = self.find_open(ino) else { return Ok(()) };
+        match inode.catch_up_for_certain().await {
+            true => Ok(()),
+            false => Err(Error::new(ErrorKind::Unavailable, "what a file is that was locked is not known")),
         }
     }
 

@@ -1,5 +1,6 @@
 //! Several mounts at one tree: what one process serves to others, over real connections.
 
+mod locks;
 mod troubles;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
