@@ -350,23 +350,6 @@ impl OpenInode {
         committed
     }
 
-    /// Whether it is empty, here and where other mounts may have written to it. A lock file is emptied by each host that tries it: contents
-    /// of nothing would be in each other's way.
-    async fn is_empty_for_all(&self) -> Result<bool> {
-        let tree = &self.store.tree;
-        let is_shared = tree.remote().is_some() || tree.local().is_some_and(LocalTree::serves);
-        if !is_shared || self.is_pending() || self.look(Content::size) > 0 {
-            return Ok(false);
-        }
-        let (layout, _) = tree.layout(self.ino).await?;
-        let is_empty = layout.size() == 0;
-        if !is_empty {
-            // It is emptied of what others wrote.
-            self.compare(false).await;
-        }
-        Ok(is_empty)
-    }
-
     /// Whether anything of it is not committed, be it that a commit is under way: what was written is noted before it is answered,
     /// and that note stays until the tree has the layout.
     pub(crate) fn is_pending(&self) -> bool {

@@ -147,6 +147,23 @@ impl OpenInode {
         }
     }
 
+    /// Whether it is empty, here and where other mounts may have written to it. A lock file is emptied by each host
+    /// that tries it: contents of nothing would be in each other's way.
+    pub(super) async fn is_empty_for_all(&self) -> Result<bool> {
+        let tree = &self.store.tree;
+        let is_shared = tree.remote().is_some() || tree.local().is_some_and(LocalTree::serves);
+        if !is_shared || self.is_pending() || self.look(Content::size) > 0 {
+            return Ok(false);
+        }
+        let (layout, _) = tree.layout(self.ino).await?;
+        let is_empty = layout.size() == 0;
+        if !is_empty {
+            // It is emptied of what others wrote.
+            self.compare(false).await;
+        }
+        Ok(is_empty)
+    }
+
     /// Takes over what the tree has, and says whether that is known. The caller has the turn. After a loss a file that is not there is
     /// lost as well.
     pub(super) async fn compare(&self, is_loss: bool) -> bool {
