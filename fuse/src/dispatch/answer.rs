@@ -102,8 +102,9 @@ impl Answerer {
     {
         let _entered = self.runtime.enter();
         let Some(work) = begin(operation, ino, work) else { return };
+        let stop = self.locking.stop();
         self.locking.spawn(operation, async move {
-            go_on(operation, ino, work).await;
+            stop.run_until_cancelled(go_on(operation, ino, work)).await;
             drop(place);
         });
     }
