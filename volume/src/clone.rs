@@ -15,9 +15,9 @@ use tokio_util::sync::CancellationToken;
 use crate::Volume;
 use crate::warmup::Progress;
 
-/// How often files that are being written are waited for, and what each time waits longer.
-const ATTEMPTS: u32 = 10;
+/// What files that are being written are waited for longer each time, and how often that grows.
 const WAIT: Duration = Duration::from_millis(50);
+const LONGER: u32 = 10;
 
 /// Makes `to`, which must not exist, a copy of the file or directory `from`. Both are paths from the volume's root.
 /// `progress` hears how many files there are and what was copied.
@@ -119,13 +119,16 @@ impl<P: Fn(Progress) + Send + Sync> CloneGuide for Guide<'_, P> {
     }
 
     async fn settle(&self, files: &[InodeId], times: u32) -> Result<bool> {
-        if times > ATTEMPTS || self.cancel.is_cancelled() {
+        // A store that is slow takes as long to have the bytes as it may take for any write.
+        let waited = WAIT * (1..times).map(|nth| nth.min(LONGER)).sum::<u32>();
+        let patience = Duration::from_millis(self.volume.store().write.deadline_ms);
+        if waited >= patience || self.cancel.is_cancelled() {
             return Ok(false);
         }
         for ino in files {
             self.volume.commit(*ino).await?;
         }
-        self.volume.clock().sleep(WAIT * times).await;
+        self.volume.clock().sleep(WAIT * times.min(LONGER)).await;
         Ok(true)
     }
 }

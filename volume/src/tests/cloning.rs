@@ -1,10 +1,13 @@
 //! Clones through a volume: what is being written goes with them, and who loses interest leaves nothing.
 
+use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use forebay_core::units::{KIB, MIB};
 use forebay_core::{ErrorKind, FileKind, InodeId};
+use forebay_io::clock::Clock;
 use forebay_io::object::Bucket;
 use forebay_metadata::tree::{Existing, NewInode, resolve};
 use tokio_util::sync::CancellationToken;
@@ -70,6 +73,36 @@ fn a_clone_that_is_cancelled_leaves_nothing() {
         assert_eq!(missing.kind(), ErrorKind::NotFound);
         assert_eq!(volume.tree().statistics().await.expect("counts"), before);
         is_clean(&volume).await;
+        volume.close().await.expect("close");
+    });
+}
+
+/// A store that took three seconds to have the bytes of a file was not waited for.
+#[test]
+fn what_is_about_to_be_replaced_is_waited_for_as_long_as_a_write_may_take() {
+    run(async {
+        let mut fixture = Fixture::new(Bucket::in_memory());
+        fixture.clock = Clock::manual();
+        fixture.write.deadline_ms = 10_000;
+        let volume = fixture.open().await;
+        let file = create(&volume, "f").await;
+        file.write(0, pattern(1, 0..KIB)).await.expect("write");
+        file.release().await.expect("release");
+        let ino = file.ino();
+        volume.tree().place(ino, false).await.expect("it is about to be written");
+        let (cancel, mut waited) = (CancellationToken::new(), Duration::ZERO);
+        let mut cloning = pin!(clone(&volume, ("f", "copy"), |_| {}, &cancel));
+        let refused = loop {
+            tokio::select! {
+                cloned = &mut cloning => break cloned.expect_err("it is never written"),
+                () = tokio::time::sleep(Duration::from_millis(1)) => {
+                    fixture.clock.advance(Duration::from_millis(50));
+                    waited += Duration::from_millis(50);
+                }
+            }
+        };
+        assert_eq!(refused.kind(), ErrorKind::Conflict);
+        assert!(waited >= Duration::from_secs(10), "{waited:?}");
         volume.close().await.expect("close");
     });
 }
