@@ -162,6 +162,8 @@ def test_memory_of_a_job_that_went_back_is_newer_than_what_it_left(tmp_path: Pat
         assert save is not None and save.wait_durable(60)
         # To a step of the first start, not of this one's.
         assert job.restore(state, step=1) == 1
+        # What it does behind a commit may still be under way.
+        warnings.filterwarnings("ignore", "old steps were not deleted")
         (run / "runs").rename(run / "away")
         (run / "runs").write_text("in the way")
         state["n"], state["t"] = 2, state["t"] + 1

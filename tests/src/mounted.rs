@@ -147,9 +147,7 @@ impl Mounted {
         self.mount.unmount();
         if let Some(meta) = &mut self.meta {
             meta.end();
-            // What left for the store early and was written over before anything was committed.
-            let home = self.scratch.join("home");
-            Forebay::new(&home, ["gc", &self.url]).envs(&self.variables).run().succeeded();
+            self.collect();
             self.check();
         }
         if let Some(door) = &self.door {
@@ -157,8 +155,15 @@ impl Mounted {
             let all: usize = troubles.values().sum();
             assert!(all >= ENOUGH_TROUBLES, "the store failed too seldom: {troubles:?}");
             door.set(Manner::Pass);
+            self.collect();
             self.check();
         }
+    }
+
+    /// Frees what left for the store early, and was written over, or removed, before anything was committed.
+    fn collect(&self) {
+        let home = self.scratch.join("home");
+        Forebay::new(&home, ["gc", &self.url]).envs(&self.variables).run().succeeded();
     }
 
     /// Unmounts, and finds the volume sound. Returns how much its trash held.

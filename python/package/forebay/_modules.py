@@ -80,9 +80,9 @@ def unsaved_buffers(module: Any) -> list[str]:
     ]
 
 
-def is_extra(key: str) -> bool:
-    """Whether that is what torch calls state which is not in tensors of a module's."""
-    return key.rpartition(".")[2] == "_extra_state"
+def is_extra(key: Any) -> bool:
+    """Whether that is what torch calls state which is not in tensors of a module's. Keys of what was saved may be anything."""
+    return isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
 
 
 def is_same_memory(one: Any, other: Any) -> bool:
