@@ -243,6 +243,22 @@ def busy(place: str, on_busy: Any) -> tuple[forebay.Checkpointer, dict[str, Any]
     return checkpointer, state
 
 
+def test_the_first_save_of_a_training_loads_no_compiler(tmp_path: Path) -> None:
+    """It took 0.6 s and 100 MB. Who has an optimizer has it mostly, and one that steps loads it."""
+    program = f'''
+import sys, torch, forebay
+with forebay.Checkpointer({str(tmp_path / "run")!r}) as job:
+    state = {{"t": torch.zeros(1000)}}
+    job.prepare(state)
+    before = set(sys.modules)
+    job.save_now(1, state)
+    job.before_optimizer_step()
+    print(len([name for name in set(sys.modules) - before if name.startswith("torch.")]), "torch._dynamo" in sys.modules)
+'''
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.stdout.split() == ["0", "False"], ended.stdout + ended.stderr
+
+
 def test_a_save_waits_for_a_full_arena_and_goes_on(gate: Gate, tmp_path: Path) -> None:
     place = f"s3://checkpoints/{tmp_path.name}-waits"
     checkpointer, state = busy(place, "wait")

@@ -522,11 +522,13 @@ class Saver:
 @functools.cache
 def _hold_optimizers() -> None:
     """From now on a step of any optimizer of torch is noted, and waits for what is copied in the background: kernels of fused ones
-    change tensors whose version counters stay as they are. One function for good, as `torch.compile` looks at what a step calls."""
+    change tensors whose version counters stay as they are. One function for good, as `torch.compile` looks at what a step calls;
+    torch's compiler, which takes most of a second to import and 100 MB, is for the first step to load, whose optimizer mostly did."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    register_optimizer_step_pre_hook(torch.compiler.disable(_finish_before_step))
+    disable = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+    register_optimizer_step_pre_hook(disable(_finish_before_step))
 
 
 def _finish_before_step(optimizer: Any, *_: Any) -> None:
