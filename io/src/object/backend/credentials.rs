@@ -103,8 +103,8 @@ impl Origin {
                 AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE names the token"
                 .to_owned(),
             Self::Instance(_) => {
-                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; on an instance, \
-                give it a role, and a hop limit of 2 where this runs in a container"
+                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a bucket that anybody may read \
+                AWS_SKIP_SIGNATURE=true; on an instance, give it a role, and a hop limit of 2 where this runs in a container"
                     .to_owned()
             }
         }
