@@ -70,7 +70,7 @@ impl From<Error> for Errno {
 mod tests {
     use super::*;
 
-    /// A program sees exactly these numbers; docs/semantics.md repeats the table.
+    /// A program sees exactly these numbers.
     #[test]
     fn every_kind_has_its_number() {
         for (kind, expected) in [
