@@ -90,7 +90,10 @@ mod tests {
         assert!(matches!(settle(&mut session, &again), Progress::Durable));
         assert_eq!(session.held()[1..], [kept], "the slot of what it left was taken");
         assert_eq!(session.arena.as_ref().expect("arena").memory().id(), memory);
-        assert_eq!(fixture.steps(), [(1, 1, false), (1, 2, true), (2, 2, false)]);
+        // What the former start saved of it goes soon after, by retention.
+        let steps = fixture.steps();
+        let valid: Vec<_> = steps.iter().filter(|(.., is_superseded)| !is_superseded).collect();
+        assert_eq!(valid, [&(1, 1, false), &(2, 2, false)]);
         let held = session.held();
         session.disconnect();
         let found = wait_for(&place);
