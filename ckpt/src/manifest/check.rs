@@ -24,7 +24,7 @@ pub(crate) const MAX_RANKS: u32 = 65_536;
 #[derive(Debug, thiserror::Error)]
 pub enum Fault {
     /// Longer than any manifest is.
-    #[error("it has {bytes} bytes, more than a manifest may have")]
+    #[error("it has {bytes} bytes of text or more, which is more than a manifest may have")]
     TooLong {
         /// Its length.
         bytes: usize,
@@ -33,7 +33,7 @@ pub enum Fault {
     #[error("it does not begin and end as a manifest does")]
     Framing,
     /// Written by a later version.
-    #[error("it has format version {0}, and this program reads version 1")]
+    #[error("it has format version {0}, and this program reads versions 1 and 2")]
     Version(String),
     /// Damaged.
     #[error("its body hashes to {got}, but its head says {expected}")]

@@ -1,7 +1,12 @@
 //! Every way in which a manifest can lie, and that each is named.
 
+use std::io::Write;
+
+use forebay_io::codec;
+
 use super::*;
 use crate::manifest::{Checksum, Encoding, Extra};
+use crate::testing::{chance, rounds};
 
 /// One float32 matrix in two boxes, one flat tensor, one scalar, over two shards.
 fn sample() -> Manifest {
@@ -192,6 +197,94 @@ fn any_changed_byte_is_refused() {
     assert!(Manifest::decode(&[&encoded[..], b"\n"].concat()).is_err(), "one byte more");
 }
 
+/// One with as many slices more as make it too long for people.
+fn long() -> Manifest {
+    let mut manifest = sample();
+    let count = 2000;
+    let (shard, last) = (1, manifest.shards[1].size);
+    let slices = (0..count).map(|at| Slice {
+        kind: SliceKind::Flat,
+        offsets: vec![at],
+        lengths: vec![1],
+        shard,
+        start: last + at,
+        end: last + at + 1,
+        crc32c: Checksum(at as u32),
+        blake3: Identity::of(&at.to_le_bytes()),
+    });
+    let slices = slices.collect();
+    manifest.shards[1].size += count;
+    manifest.tensors.push(Tensor { name: "many".into(), dtype: "uint8".into(), shape: vec![count], slices });
+    manifest
+}
+
+#[test]
+fn a_long_manifest_is_packed_behind_a_line_of_text() {
+    let (manifest, encoded) = (long(), long().encode().expect("encode"));
+    let text = serde_json::to_vec(&manifest).expect("json");
+    assert!(encoded.len() * 3 < text.len(), "{} bytes of {}", encoded.len(), text.len());
+    let end = encoded.iter().position(|byte| *byte == b'\n').expect("a line");
+    let (line, body) = encoded.split_at(end + 1);
+    let hash = blake3::hash(body).to_hex();
+    let head = r#"{"format":"forebay-checkpoint","version":2,"blake3":""#;
+    let expected = format!("{head}{hash}\",\"commit\":\"{}\"}}\n", manifest.commit);
+    assert_eq!(std::str::from_utf8(line).expect("text"), expected);
+    assert_eq!(codec::unpack(body, text.len()).expect("a zstd stream"), text);
+    assert_eq!(Manifest::decode(&encoded).expect("decode"), manifest);
+    assert_eq!(Manifest::commit_at_head(&encoded[..Manifest::HEAD_BYTES]), Some(&*manifest.commit));
+    let index = manifest.encode_index().expect("an index");
+    assert_eq!(Manifest::decode_index(&index).expect("decode"), manifest);
+    assert_eq!(Manifest::commit_at_head(&index[..Manifest::HEAD_BYTES]), None);
+}
+
+#[test]
+fn any_changed_byte_of_a_packed_one_is_refused() {
+    let encoded = long().encode().expect("encode");
+    let head = encoded.iter().position(|byte| *byte == b'\n').expect("a line") + 20;
+    for seed in rounds(1) {
+        let rng = chance(seed);
+        let others = (0..1000).map(|_| head + rng.below((encoded.len() - head) as u64) as usize);
+        for position in (0..head).chain(others).chain(encoded.len() - 20..encoded.len()) {
+            let mut damaged = encoded.to_vec();
+            damaged[position] ^= 1 << rng.below(8);
+            Manifest::decode(&damaged).expect_err("one bit");
+            Manifest::decode(&encoded[..position]).expect_err("cut off");
+        }
+    }
+    Manifest::decode(&[&encoded[..], b"\n"].concat()).expect_err("one byte more");
+}
+
+/// What unpacks to more than any manifest has, or to no manifest, as someone who means harm would write it.
+#[test]
+fn signed_nonsense_that_is_packed_is_refused() {
+    let commit = sample().commit;
+    let frame = |packed: &[u8], commit: &str| {
+        let hash = blake3::hash(packed).to_hex();
+        let head = r#"{"format":"forebay-checkpoint","version":2,"blake3":""#;
+        [format!("{head}{hash}\",\"commit\":\"{commit}\"}}\n").as_bytes(), packed].concat()
+    };
+    let pack = |text: &str| codec::pack(text.as_bytes()).expect("packed");
+    let body = serde_json::to_string(&sample()).expect("json");
+    Manifest::decode(&frame(&pack(&body), &commit)).expect("packed as it need not be");
+    let endless = {
+        let mut packed = codec::Compressor::new(Vec::new()).expect("a stream");
+        let spaces = [b' '; 1 << 20];
+        (0..16).for_each(|_| packed.write_all(&spaces).expect("written"));
+        packed.finish().expect("finished")
+    };
+    for (data, fact) in [
+        (frame(&pack(&body), &"0".repeat(32)), "does not begin and end"),
+        (frame(&pack("{}"), &commit), "missing field"),
+        (frame(&pack(&format!("{body}{{}}")), &commit), "trailing characters"),
+        (frame(&pack(&body)[..100], &commit), "not as the format has it"),
+        (frame(body.as_bytes(), &commit), "not as the format has it"),
+        (frame(&endless, &commit), "more than a manifest may have"),
+    ] {
+        let message = Manifest::decode(&data).expect_err(fact).to_string();
+        assert!(message.contains(fact), "`{message}` does not say `{fact}`");
+    }
+}
+
 /// A body with a right hash but wrong JSON, as someone who means harm would write it.
 #[test]
 fn signed_nonsense_is_refused() {
@@ -203,7 +296,7 @@ fn signed_nonsense_is_refused() {
     let body = serde_json::to_string(&sample()).expect("json");
     let deep = format!("{}{}", "[".repeat(100_000), "]".repeat(100_000));
     for (text, fact) in [
-        (frame("2", &body), "version 2"),
+        (frame("3", &body), "version 3"),
         (frame("1", &deep), "invalid type"),
         (frame("1", "{}"), "missing field"),
         (frame("1", &body.replacen("\"step\"", "\"stem\"", 1)), "unknown field"),
