@@ -10,6 +10,7 @@ pub mod dtype;
 pub mod shard;
 pub mod manifest;
 pub mod region;
+pub mod roster;
 pub mod plan;
 pub mod group;
 mod trees;

@@ -5,8 +5,6 @@
 
 use std::ops::Range;
 
-use serde::{Deserialize, Serialize};
-
 use crate::dtype::elements;
 use crate::manifest::{MAX_SLICES, Slice, SliceKind, TextLength};
 
@@ -21,7 +19,7 @@ const MAX_GRID: u64 = 1024;
 const LEAST_PIECE: u64 = 256 << 10;
 
 /// A part of a tensor.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Region {
     /// What the next two fields count.
     pub kind: SliceKind,
@@ -35,6 +33,12 @@ impl Region {
     /// The box of all elements.
     pub fn whole(shape: &[u64]) -> Self {
         Self { kind: SliceKind::Box, offsets: vec![0; shape.len()], lengths: shape.to_vec() }
+    }
+
+    /// The box of these offsets and, behind them, as many lengths.
+    pub(crate) fn boxed(place: &[u64]) -> Self {
+        let (offsets, lengths) = place.split_at(place.len() / 2);
+        Self { kind: SliceKind::Box, offsets: offsets.into(), lengths: lengths.into() }
     }
 
     /// A range of elements in row-major order.

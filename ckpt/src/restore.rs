@@ -32,7 +32,9 @@ use disk::Disk;
 pub use held::assemble;
 use source::Source;
 pub use through::{Spot, Through};
-pub use together::{Address, Filled, Lent, Links, Meet, Origin, Peers, Places, Reader, Together, Wish};
+pub use together::{
+    Address, Filled, Lent, Links, Meet, Origin, Peers, Places, Reader, Together, Wish, Wishes,
+};
 
 /// Bytes of one request at most; of a file, of its shortest run.
 const READ: u64 = 8 << 20;

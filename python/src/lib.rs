@@ -29,9 +29,7 @@ mod _native {
         Step, check_url, find_steps, import_model, list_pins, list_steps, open_step, set_pin, verify,
     };
     #[pymodule_export]
-    use super::ranks::{
-        Arrival, Door, Group, begin_job, hash_bytes, join_job, plan_shares, refuse_if_superseded,
-    };
+    use super::ranks::{Arrival, Door, Group, Roster, begin_job, hash_bytes, join_job, refuse_if_superseded};
     #[pymodule_export]
     use super::saving::{Save, Session, dtypes, parse_size, run_agent, text_length};
     #[pymodule_export]
@@ -46,4 +44,6 @@ mod _native {
     use super::writing::StepWriter;
     #[pymodule_export]
     const PLACES: &str = forebay_ckpt::session::PLACES;
+    #[pymodule_export]
+    const MOST_TEXT: u64 = forebay_ckpt::manifest::TextLength::MOST;
 }

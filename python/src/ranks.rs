@@ -1,12 +1,14 @@
 //! Several ranks: their group, the job's start, and who writes what.
 
 use std::cell::RefCell;
+use std::collections::HashSet;
 use std::time::Duration;
 
 use forebay_ckpt::agent::Member;
 use forebay_ckpt::catalog::{self, Run, Start, begin_run, find_run};
 use forebay_ckpt::group::{self, GoesOn, Way};
-use forebay_ckpt::plan::{Descriptor, Share, plan, text_beside};
+use forebay_ckpt::plan::{self, Share};
+use forebay_ckpt::roster;
 use forebay_core::{Error, Result};
 use forebay_io::net::{self, FdStream};
 use parking_lot::{Mutex, ReentrantMutex};
@@ -188,28 +190,57 @@ pub(crate) fn join_job(session: &Session, run: &str, rank: u32, world_size: u32)
 /// A share: number of the tensor, name in the manifest, part.
 type Planned = (usize, String, Part);
 
-/// What `rank` writes, from all ranks' descriptors as JSON: for each part the number of the tensor there, its name in
-/// the manifest, and the part's kind, offsets and lengths. With it goes what the manifest says of the other ranks' tensors:
-/// slices, and bytes of text.
-#[pyfunction]
-pub(crate) fn plan_shares(
-    py: Python<'_>,
-    descriptors: Vec<String>,
-    rank: usize,
-) -> PyResult<(Vec<Planned>, Text)> {
-    let planned = py.detach(|| {
-        let ranks: Vec<Vec<Descriptor>> =
-            descriptors.iter().map(|text| parse(text)).collect::<Result<_>>()?;
-        let mut shares = plan(&ranks)?;
-        if rank >= shares.len() {
-            return Err(Error::invalid(format!("rank {rank} of {}", shares.len())));
-        }
-        let beside = text_beside(&ranks, &shares, rank)?;
-        Ok((shares.swap_remove(rank), beside))
-    });
-    let (shares, beside) = planned.or_raise()?;
-    let share = |Share { tensor, name, region }| (tensor, name, Part::from(region));
-    Ok((shares.into_iter().map(share).collect(), (beside.slices, beside.bytes)))
+/// What all ranks of a job have.
+#[pyclass(frozen, module = "forebay._native")]
+pub(crate) struct Roster(roster::Roster);
+
+#[pymethods]
+impl Roster {
+    /// From what ranks said: outlines as JSON, and of each rank which of these it has, where its parts lie, and bytes of tensors
+    /// that it has for itself.
+    #[new]
+    fn new(py: Python<'_>, outlines: Vec<String>, ranks: Vec<(usize, String, String)>) -> PyResult<Self> {
+        let word = |(outline, parts, bytes)| roster::Word { outline, parts, bytes };
+        let words: Vec<_> = ranks.into_iter().map(word).collect();
+        py.detach(|| roster::Roster::read(&outlines, &words)).map(Self).or_raise()
+    }
+
+    /// Names of tensors that ranks hold together and of which some rank has anything.
+    fn held_together(&self, py: Python<'_>) -> HashSet<&str> {
+        py.detach(|| self.0.held_together())
+    }
+
+    /// Which ranks hold parts alike, but for those of tensors that are named `again`, and which of this rank's they are: in an
+    /// order that is the same on all ranks.
+    fn alike(
+        &self,
+        py: Python<'_>,
+        again: HashSet<String>,
+        rank: usize,
+    ) -> PyResult<Vec<(Vec<usize>, Vec<usize>)>> {
+        let sets = py.detach(|| plan::alike(&self.0, &again, rank)).or_raise()?;
+        Ok(sets.into_iter().map(|plan::Alike { ranks, tensors }| (ranks, tensors)).collect())
+    }
+
+    /// What a rank writes, from what all have and what they told that it hashes to, each as a JSON list of pairs: for each part the
+    /// number of the tensor there, its name in the manifest, and the part's kind, offsets and lengths. With it goes what the
+    /// manifest says of the other ranks' tensors: slices, and bytes of text.
+    fn plan(
+        &self,
+        py: Python<'_>,
+        again: HashSet<String>,
+        hashes: Vec<String>,
+        rank: usize,
+    ) -> PyResult<(Vec<Planned>, Text)> {
+        let planned = py.detach(|| {
+            let told = |text: &String| Ok(parse::<Vec<(usize, String)>>(text)?.into_iter().collect());
+            let hashes: Vec<plan::Hashes> = hashes.iter().map(told).collect::<Result<_>>()?;
+            plan::plan(&self.0, &again, &hashes, rank)
+        });
+        let plan::Planned { shares, beside } = planned.or_raise()?;
+        let share = |Share { tensor, name, region }| (tensor, name, Part::from(region));
+        Ok((shares.into_iter().map(share).collect(), (beside.slices, beside.bytes)))
+    }
 }
 
 /// What the bytes at an address hash to, to be compared between ranks.

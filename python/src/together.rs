@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use forebay_ckpt::manifest::Shard;
 use forebay_ckpt::restore::{
-    self, Address, Filled, Lent, Links, Origin, Places, Reader, Shards, Through, Wish,
+    self, Address, Filled, Lent, Links, Origin, Places, Reader, Shards, Through, Wishes,
 };
 use forebay_core::{Error, Result};
 use forebay_io::codec;
@@ -51,17 +51,19 @@ fn buffers(plan: &restore::Together) -> impl Iterator<Item = Range<usize>> {
 }
 
 /// The longest wishes of a rank, in bytes before they are packed.
-const MOST_WISHES: usize = 256 << 20;
+const MOST_WISHES: usize = 64 << 20;
 
 /// What this rank wants, for [`Together`]: packed, for each rank hears that of all.
 #[pyfunction]
 pub(crate) fn wishes(step: &Step, targets: Vec<(usize, Option<Boxed>)>) -> PyResult<Cow<'static, [u8]>> {
-    let wishes = step.wishes(targets);
-    let text = serde_json::to_vec(&wishes).map_err(|error| Error::bug(format!("encode wishes: {error}")));
-    text.and_then(|text| Ok(Cow::Owned(codec::pack(&text)?))).or_raise()
+    let packed = Wishes::of(&step.wishes(targets)).and_then(|wishes| {
+        let text = serde_json::to_vec(&wishes).map_err(|error| Error::bug(format!("encode wishes: {error}")));
+        Ok(Cow::Owned(codec::pack(&text?)?))
+    });
+    packed.or_raise()
 }
 
-fn unpack(wishes: &[u8]) -> Result<Vec<Wish>> {
+fn unpack(wishes: &[u8]) -> Result<Wishes> {
     let text = codec::unpack(wishes, MOST_WISHES)?;
     parse(&String::from_utf8_lossy(&text))
 }
@@ -79,7 +81,7 @@ impl Together {
     ) -> PyResult<Self> {
         let found = step.get();
         let made = py.detach(|| -> Result<_> {
-            let wishes: Vec<Vec<Wish>> = wishes.iter().map(|packed| unpack(packed)).collect::<Result<_>>()?;
+            let wishes: Vec<Wishes> = wishes.iter().map(|packed| unpack(packed)).collect::<Result<_>>()?;
             let (store, origin) = match &found.place {
                 Place::Store(url) => (Some(open(url)?), Origin::Store),
                 Place::Held(memory) => {

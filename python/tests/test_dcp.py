@@ -585,20 +585,24 @@ def test_what_the_ranks_only_together_cannot_say_is_refused_before_it_is_sent(tm
             dcp.save(state, checkpoint_id=1, storage_writer=writer)
             # Beside them the agents make and remove their notes.
             before = sorted(str(path) for path in (tmp_path / "shards").rglob("*"))
-            plan, asked = _native.plan_shares, []
+            roster, asked = _native.Roster, []
 
-            def much(texts: list[str], number: int) -> Any:
-                shares, (slices, size) = plan(texts, number)
-                asked.append(slices)
-                return shares, (slices, size + (256 << 20))
+            class Much:
+                def __init__(self, *said: Any) -> None:
+                    self._roster = roster(*said)
 
-            _native.plan_shares = much
+                def plan(self, *how: Any) -> Any:
+                    shares, (slices, size) = self._roster.plan(*how)
+                    asked.append(slices)
+                    return shares, (slices, size + _native.MOST_TEXT)
+
+            _native.Roster = Much  # type: ignore[misc, assignment]
             told = []
             for _ in range(2):
                 with pytest.raises(CheckpointException) as refused:
                     dcp.save({**state, "more": rows["w0"]}, checkpoint_id=2, storage_writer=writer)
                 told.append(sorted(str(failure) for failure, _ in refused.value.failures.values()))
-            _native.plan_shares = plan
+            _native.Roster = roster  # type: ignore[misc]
             assert sorted(str(path) for path in (tmp_path / "shards").rglob("*")) == before
             dcp.save({**state, "more": rows["w0"]}, checkpoint_id=2, storage_writer=writer)
         return told, asked
@@ -606,6 +610,6 @@ def test_what_the_ranks_only_together_cannot_say_is_refused_before_it_is_sent(tm
     (told, asked), (other, nobody) = run_ranks(2, save)
     # Four tensors of two parts, and what has no elements.
     assert told == other and told[0] == told[1] and asked == [9, 9] and nobody == []
-    assert all("9 slices of tensors" in text and "more than 268435456 (hint: " in text for text in told[0])
+    assert all("9 slices of tensors" in text and "more than 2147483648 (hint: " in text for text in told[0])
     with forebay.Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.steps() == [1, 2]

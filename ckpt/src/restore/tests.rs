@@ -215,6 +215,11 @@ pub(super) async fn read_as_ranks(
     read_on_hosts(bucket, manifest, wishes, hosts, buffer).await
 }
 
+/// What ranks say that want this.
+pub(super) fn said(wishes: &[Vec<Wish>]) -> Vec<Wishes> {
+    wishes.iter().map(|wishes| Wishes::of(wishes).expect("boxes")).collect()
+}
+
 /// Targets for wishes.
 fn targets<'a>(wishes: &[Wish], buffers: &'a mut [Vec<u8>]) -> Vec<Target<'a>> {
     let pairs = wishes.iter().zip(buffers);
@@ -340,9 +345,10 @@ async fn read_on_hosts(
     let buckets = bucket_of_each(hosts.len(), bucket, manifest).await;
     let (runtime, manifest) = (Handle::current(), manifest.clone());
     let work = move || {
+        let told = said(&wishes);
         let plan = |rank| {
             let reader = Reader { rank, hosts: &hosts, origin: Origin::Store };
-            Together::in_buffers_of(buffer, &manifest, &wishes, reader).expect("plan")
+            Together::in_buffers_of(buffer, &manifest, &told, reader).expect("plan")
         };
         let ranks: Vec<Together> = (0..wishes.len()).map(plan).collect();
         let size = |wish: &Wish| wish.region.elements() as usize * 4;
@@ -459,16 +465,19 @@ async fn ranks_read_each_slice_once_between_them() {
     }
     let rows = |rank: u64| vec![boxed(0, [0, 24 * rank], [64, 24])];
     let alone = |hosts| Reader { rank: 0, hosts, origin: Origin::Store };
-    let many = Together::in_buffers_of(3072, &manifest, &[rows(0), rows(1)], alone(&[0; 2])).expect("plan");
+    let both = said(&[rows(0), rows(1)]);
+    let many = Together::in_buffers_of(3072, &manifest, &both, alone(&[0; 2])).expect("plan");
     assert_eq!((many.rounds(), many.buffer_bytes(), many.buffers()), (4, 64 << 10, 4), "two slices a round");
-    assert!(
-        Together::new(&manifest, &[vec![boxed(3, [0, 0], [1, 1])]], alone(&[0])).is_err(),
-        "no such tensor"
-    );
-    assert!(
-        Together::new(&manifest, &[vec![boxed(0, [0, 0], [1, 97])]], alone(&[0])).is_err(),
-        "outside of it"
-    );
+    for (wrong, what) in [
+        (vec![boxed(3, [0, 0], [1, 1])], "no such tensor"),
+        (vec![boxed(0, [0, 0], [1, 97])], "outside of it"),
+        (vec![Wish { tensor: 0, region: Region::whole(&[64]) }], "of another shape"),
+    ] {
+        let error = Together::new(&manifest, &said(&[rows(0), wrong]), alone(&[0; 2])).expect_err(what);
+        assert!(error.message().contains("rank 1 wants what no tensor"), "{what}: {error}");
+    }
+    let flat = Wish { tensor: 0, region: Region::flat(0..5) };
+    assert_eq!(Wishes::of(&[flat]).expect_err("no box").kind(), ErrorKind::Invalid);
 }
 
 #[tokio::test]

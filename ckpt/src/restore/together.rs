@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use super::source::Source;
 use super::through::{self, Through};
 use super::{Shards, SliceId, Target, read_from};
-use crate::manifest::Manifest;
+use crate::manifest::{Manifest, SliceKind};
 use crate::region::Region;
 
 mod relay;
@@ -39,12 +39,54 @@ const MOST_BUFFERS: u64 = 4;
 const ALIGNMENT: u64 = 64 << 10;
 
 /// A part of a tensor that a rank wants.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wish {
     /// Which tensor of the manifest, from 0.
     pub tensor: usize,
     /// Which part of it.
     pub region: Region,
+}
+
+/// What a rank wants, as it says it to the others: of each wish the number of the tensor, and of its box the offsets and the lengths. A
+/// thousand ranks that want a part each of thousands of tensors are told in some megabytes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Wishes(Vec<u64>);
+
+impl Wishes {
+    /// Those for boxes.
+    ///
+    /// # Errors
+    /// `Invalid` for a flat range.
+    pub fn of(wishes: &[Wish]) -> Result<Self> {
+        let mut numbers = Vec::new();
+        for Wish { tensor, region } in wishes {
+            if region.kind != SliceKind::Box {
+                return Err(Error::invalid(format!("tensor {tensor} is wanted by a flat range")));
+            }
+            numbers.push(*tensor as u64);
+            numbers.extend(region.offsets.iter().chain(&region.lengths));
+        }
+        Ok(Self(numbers))
+    }
+
+    /// Tensor and box of each; `None` at what is no part of a tensor of the step, and ends them.
+    fn each<'a>(&'a self, manifest: &'a Manifest) -> impl Iterator<Item = Option<(usize, &'a [u64])>> {
+        let mut left = &self.0[..];
+        std::iter::from_fn(move || {
+            let (tensor, rest) = left.split_first()?;
+            let tensor = usize::try_from(*tensor).unwrap_or(usize::MAX);
+            let shape = manifest.tensors.get(tensor).map(|tensor| &tensor.shape);
+            let found = shape.and_then(|shape| {
+                let (place, rest) = rest.split_at_checked(2 * shape.len())?;
+                left = rest;
+                Region::boxed(place).fits(shape).then_some((tensor, place))
+            });
+            if found.is_none() {
+                left = &[];
+            }
+            Some(found)
+        })
+    }
 }
 
 /// A rank among those of its job, and whence they have the step.
@@ -82,7 +124,7 @@ impl Together {
     ///
     /// # Errors
     /// `Invalid` when a wish is no part of a tensor of the step.
-    pub fn new(manifest: &Manifest, wishes: &[Vec<Wish>], reader: Reader<'_>) -> Result<Self> {
+    pub fn new(manifest: &Manifest, wishes: &[Wishes], reader: Reader<'_>) -> Result<Self> {
         Self::in_buffers_of(BUFFER, manifest, wishes, reader)
     }
 
@@ -90,7 +132,7 @@ impl Together {
     pub(super) fn in_buffers_of(
         buffer: u64,
         manifest: &Manifest,
-        wishes: &[Vec<Wish>],
+        wishes: &[Wishes],
         Reader { rank, hosts, origin }: Reader<'_>,
     ) -> Result<Self> {
         if rank >= wishes.len() || wishes.len() != hosts.len() {

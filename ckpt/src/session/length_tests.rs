@@ -1,42 +1,36 @@
 //! What no manifest can say is refused before anything is sent, on all ranks alike.
 
+use std::collections::HashSet;
+
 use super::tests::{Fixture, PATIENCE, Pair, settle, snapshot};
 use super::*;
 use crate::arena::Source;
 use crate::dtype::Dtype;
 use crate::manifest::Encoding;
-use crate::plan::{Descriptor, Placement, Share, plan, text_beside};
+use crate::plan::{Planned, Share, plan};
+use crate::roster::Placement;
+use crate::roster::tests::{Tensor, roster};
 
 /// Tensors of each rank's own, of four bytes each.
 const TENSORS: usize = 40;
 
 /// What two ranks save: tensors of their own, and one that both have.
-fn described() -> [Vec<Descriptor>; 2] {
-    let tensor = |name: String, placement| Descriptor {
-        name,
-        dtype: "uint8".into(),
-        shape: vec![4],
-        placement,
-        hash: None,
-    };
-    let rank = || {
-        let own = (0..TENSORS).map(|index| tensor(format!("own{index}"), Placement::Local));
-        own.chain([tensor("shared".into(), Placement::Replicated)]).collect()
-    };
-    [rank(), rank()]
+fn described() -> Vec<Vec<Tensor>> {
+    let tensor = |name: String, placement| (name, "uint8", vec![4], placement, None);
+    let own = (0..TENSORS).map(|index| tensor(format!("own{index}"), Placement::Local));
+    vec![own.chain([tensor("shared".into(), Placement::Replicated)]).collect(); 2]
 }
 
 /// What one of them writes, and what the manifest says beside it.
 fn planned(rank: usize) -> (Vec<TensorSpec>, TextLength) {
     let ranks = described();
-    let shares = plan(&ranks).expect("plan");
-    let spec = |Share { tensor, name, region }: &Share| {
-        let Descriptor { dtype, shape, .. } = &ranks[rank][*tensor];
-        let dtype = Dtype::named(dtype).expect("dtype");
-        TensorSpec { name: name.clone(), dtype, shape: shape.clone(), region: region.clone() }
+    let roster = roster(&ranks).expect("told");
+    let Planned { shares, beside } = plan(&roster, &HashSet::new(), &[], rank).expect("plan");
+    let spec = |Share { tensor, name, region }| {
+        let (_, dtype, shape, ..) = &ranks[rank][tensor];
+        TensorSpec { name, dtype: Dtype::named(dtype).expect("dtype"), shape: shape.clone(), region }
     };
-    let beside = text_beside(&ranks, &shares, rank).expect("text");
-    (shares[rank].iter().map(spec).collect(), beside)
+    (shares.into_iter().map(spec).collect(), beside)
 }
 
 impl Pair {

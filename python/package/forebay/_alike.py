@@ -9,7 +9,7 @@ other places each time. Ranks that train apart differ nearly everywhere; a few e
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -20,8 +20,8 @@ SAMPLE_BYTES = 2048
 """Of each tensor: reading that takes about as long as finding it."""
 _MOST_BYTES = 4 << 20
 """Of all tensors together: a millisecond. Of more than two thousand less is read of each."""
-_LEAST_BYTES = 64
-"""Of each tensor, however many there are: one line of a processor's cache."""
+LEAST_BYTES = 64
+"""Of each tensor, however many there are: one line of a processor's cache. What is no larger is sampled whole."""
 _STRIDE = 0x9E3779B97F4A7C15
 """The golden ratio, as a fraction of 2^64: its multiples are spread evenly, however many there are."""
 _WHOLE = 1 << 64
@@ -40,20 +40,11 @@ class Group:
     """Which of this rank's they are, in an order that is the same on all of them; of others nothing."""
 
 
-def grouped(holders: Mapping[str, Sequence[int]], own: Mapping[str, int]) -> list[Group]:
-    """Who holds what alike, of the ranks that hold what is at each place, and of the numbers of this rank's tensors: the same list
-    on all ranks, but for the numbers."""
-    groups = {key: Group(key, []) for key in sorted({tuple(ranks) for ranks in holders.values()})}
-    for place in sorted(own.keys() & holders.keys()):
-        groups[tuple(holders[place])].leaves.append(own[place])
-    return list(groups.values())
-
-
 def digests(groups: Sequence[Group], leaves: Sequence[Leaf], step: int) -> dict[str, str]:
     """What samples of this rank's tensors hash to; the step says at which places."""
     own = [(number, [leaves[index] for index in group.leaves]) for number, group in enumerate(groups) if group.leaves]
     count = sum(len(alike) for _, alike in own)
-    most = min(SAMPLE_BYTES, max(_LEAST_BYTES, _MOST_BYTES // max(count, 1)))
+    most = min(SAMPLE_BYTES, max(LEAST_BYTES, _MOST_BYTES // max(count, 1)))
     # Whole elements of any type: the same ones wherever a tensor is.
     most -= most % 16
     return {str(number): _hash(_samples(alike, most, step)) for number, alike in own}

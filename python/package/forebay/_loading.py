@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Container, Iterable, Sequence
@@ -512,16 +513,33 @@ def _has_own(step: _native.Step, rank: int, names: Iterable[str], known: Contain
 def _merged(step: _native.Step, ranks: Sequence[int], first_counts: bool = False) -> tuple[Node, list[str]]:
     tensors = Tensors(step, 1, NOBODY)
     own = tensors.own()
-    made: dict[tuple[str, tuple[str, ...]], Node] = {}
+    named: dict[str, set[str]] = {}
+    made: set[tuple[str, tuple[str, ...]]] = set()
     trees: list[tuple[int, Node]] = []
+    parts: dict[bytes, Node] = {}
     for rank in ranks:
-        # Ranks whose trees say the same, and none of whose tensors are their own, have one.
-        key = _state_text(step, rank), tuple(own.get(str(rank), ()))
+        text = _state_text(step, rank)
+        tree = None
+        if text not in named:
+            tree = parse(step, text, rank, tensors)
+            named[text] = tensor_names(tree)
+        # Ranks whose trees say the same, and none of whose tensors there are their own, have one: it is looked at once.
+        key = text, tuple(name for name in own.get(str(rank), ()) if name.rpartition("@")[0] in named[text])
         if key not in made:
-            made[key] = parse(step, key[0], rank, tensors)
-            rename(made[key], tensors.of(rank).full_name)
-        trees.append((rank, made[key]))
+            made.add(key)
+            tree = parse(step, text, rank, tensors) if tree is None else tree
+            rename(tree, tensors.of(rank).full_name)
+            _share_parts(tree, parts)
+            trees.append((rank, tree))
     return merged(trees, tensors.are_same, first_counts)
+
+
+def _share_parts(tree: Node, known: dict[bytes, Node]) -> None:
+    """Has a tree share what other ones have alike: of a thousand, each with a place of its own in its data, most is the same."""
+    if tag_of(tree) == "dict":
+        for pair in tree["v"]:
+            digest = hashlib.sha256(json.dumps(pair[1]).encode()).digest()
+            pair[1] = known.setdefault(digest, pair[1])
 
 
 def state_tree(step: _native.Step, rank: int) -> Node:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
-from collections.abc import Container
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
 from . import _copies, _native
-from ._alike import Digests, Group, digests, grouped, have_drifted
+from ._alike import LEAST_BYTES, Digests, Group, digests, have_drifted
 from ._errors import CheckpointInvalid, warn
 from ._leaf import SIZES, Leaf, densify
 from ._ranks import Ranks
 from ._ties import Ties, aliases
+
+
+SMALL = LEAST_BYTES
+"""Bytes of a tensor that ranks tell each other: what each of them has for itself and all have alike, as an optimizer's count of
+steps for each parameter, is saved once. Samples cover all of it, so that it is noticed when it is alike no more."""
+
+_DIGITS = 64
+"""Of a hash: what a structure begins with is that of its outline."""
 
 
 @dataclass
@@ -52,8 +61,9 @@ class Planner:
         return slices, size
 
     def structure(self, leaves: list[Leaf], ties: Ties) -> str:
-        """What is equal as long as a plan may be kept."""
-        return hashlib.sha256(json.dumps([ties, [_describe(leaf) for leaf in leaves]]).encode()).hexdigest()
+        """What is equal as long as a plan may be kept; begins with what ranks say alike that have the same tensors, whichever parts of
+        them."""
+        return "".join(hashlib.sha256(text.encode()).hexdigest() for text in (_outline(leaves, ties), _parts(leaves)))
 
     def sample(self, leaves: list[Leaf], structure: str, step: int) -> Digests:
         """What samples of what others have alike hash to, to be told to them; None where a plan has yet to be made, for which all
@@ -67,41 +77,47 @@ class Planner:
         if self._ranks.alone:
             self.aliases = aliases([ties])
             if ties:
-                _check_held([[_describe(leaf) for leaf in leaves]], [ties], self.aliases)
+                roster = _native.Roster([_outline(leaves, ties)], [(0, _parts(leaves), "[]")])
+                _check_held(roster, [(0, ties)], self.aliases)
             kept = [(index, leaf) for index, leaf in enumerate(leaves) if not _is_again(leaf, self.aliases)]
             return [Share(index, leaf.name, leaf.part and (False, *leaf.part)) for index, leaf in kept]
         told = [one for one in samples if one is not None]
         if structures != self._structures or len(told) < len(samples) or have_drifted(self._groups, told):
             # Where that fails, the next save compares anew.
             self._structures = []
-            self.aliases, self._shares = self._agree(leaves, ties)
+            self.aliases, self._shares = self._agree(leaves, ties, structures)
             self._structures = structures
         return self._shares
 
-    def _agree(self, leaves: list[Leaf], ties: Ties) -> tuple[dict[str, str], list[Share]]:
+    def _agree(self, leaves: list[Leaf], ties: Ties, structures: list[str]) -> tuple[dict[str, str], list[Share]]:
         copies = None if self._has_looked else self._look_for_copies(leaves)
+        own = [structure[:_DIGITS] for structure in structures]
+        leads: dict[str, int] = {}
+        for rank, outline in enumerate(own):
+            leads.setdefault(outline, rank)
 
         def describe() -> dict[str, Any]:
             if copies is not None and self._ranks.rank == 0:
                 # Here, where others hear of it if it is an error.
                 warn(copies)
-            return {"tensors": [_describe(leaf) for leaf in leaves], "ties": ties}
+            # The first rank that has an outline tells it for all.
+            is_lead = leads[own[self._ranks.rank]] == self._ranks.rank
+            outline = _outline(leaves, ties) if is_lead else None
+            return {"outline": outline, "parts": _parts(leaves), "bytes": _bytes_of_small(leaves)}
 
         words = self._ranks.gather("plan", describe)
-        again = aliases([word["ties"] for word in words])
-        _check_held([word["tensors"] for word in words], [word["ties"] for word in words], again)
-        kept = [index for index, leaf in enumerate(leaves) if not _is_again(leaf, again)]
-        described = [
-            [text for text in word["tensors"] if text["name"] not in again or not _is_part(text)] for word in words
-        ]
-        holders = _holders(described)
-        places = [_place_of(text) for text in described[self._ranks.rank]]
-        self._groups = grouped(holders, dict(zip(places, kept)))
+        outlines = [words[rank]["outline"] for rank in leads.values()]
+        numbers = {outline: number for number, outline in enumerate(leads)}
+        said = [(numbers[outline], word["parts"], word["bytes"]) for outline, word in zip(own, words)]
+        roster = _native.Roster(outlines, said)
+        named = [json.loads(outline)["ties"] for outline in outlines]
+        again = aliases(named)
+        _check_held(roster, list(zip(leads.values(), named)), again)
+        self._groups = [Group(tuple(ranks), held) for ranks, held in roster.alike(set(again), self._ranks.rank)]
         # Whenever there is something new: after that equal steps keep equal what was equal, which samples watch.
-        if holders:
-            described = self._compare([leaves[index] for index in kept], holders)
-        planned, self._beside = _native.plan_shares([json.dumps(each) for each in described], self._ranks.rank)
-        return again, [Share(kept[index], name, part) for index, name, part in planned]
+        hashes = self._compare(leaves) if self._groups else []
+        planned, self._beside = roster.plan(set(again), hashes, self._ranks.rank)
+        return again, [Share(index, name, part) for index, name, part in planned]
 
     def _look_for_copies(self, leaves: list[Leaf]) -> Optional[str]:
         """What is to be said where ranks seem to have alike what each of them saves for itself."""
@@ -109,24 +125,23 @@ class Planner:
         words = self._ranks.gather("look for copies", lambda: {"samples": _copies.samples_of(leaves)})
         return _copies.told_of(leaves, [word["samples"] for word in words])
 
-    def _compare(self, leaves: list[Leaf], hashed: Container[str]) -> list[list[dict[str, Any]]]:
-        """What all ranks have, and of what is `hashed` the hashes."""
+    def _compare(self, leaves: list[Leaf]) -> list[str]:
+        """What each rank's tensors hash to that others have alike, in pairs with their numbers."""
 
         def describe() -> dict[str, Any]:
-            described = [_describe(leaf) for leaf in leaves]
-            for leaf, text in zip(leaves, described):
-                if _place_of(text) in hashed:
-                    address, _keep = densify(leaf)
-                    text["hash"] = _native.hash_bytes(address, leaf.size)
-            return {"tensors": described}
+            hashes = []
+            for index in sorted(index for group in self._groups for index in group.leaves):
+                address, _keep = densify(leaves[index])
+                hashes.append((index, _native.hash_bytes(address, leaves[index].size)))
+            return {"hashes": json.dumps(hashes)}
 
-        return [word["tensors"] for word in self._ranks.gather("compare", describe)]
+        return [word["hashes"] for word in self._ranks.gather("compare", describe)]
 
 
-def _check_held(ranks: list[list[dict[str, Any]]], ties: list[Ties], again: dict[str, str]) -> None:
+def _check_held(roster: _native.Roster, ties: Sequence[tuple[int, Ties]], again: dict[str, str]) -> None:
     """Raises `CheckpointInvalid` where a rank names a tensor of several ranks of which none has anything to save."""
-    held = {text["name"] for described in ranks for text in described if _is_there(text)}
-    for rank, named in enumerate(ties):
+    held = roster.held_together()
+    for rank, named in ties:
         lacking = [name for name in named if again.get(name, name) not in held]
         if lacking:
             names = ", ".join(f"`{name}`" for name in lacking[:5])
@@ -134,43 +149,31 @@ def _check_held(ranks: list[list[dict[str, Any]]], ties: list[Ties], again: dict
             raise CheckpointInvalid(f"{text} (hint: save a tensor on all ranks that hold it)")
 
 
-def _is_there(described: dict[str, Any]) -> bool:
-    """Whether something is saved of a tensor: a part of nothing is, where all of it is nothing."""
-    return _is_part(described) and (
-        0 not in described["placement"]["part"]["lengths"] or 0 in described["shape"]
-    )
-
-
-def _is_part(described: dict[str, Any]) -> bool:
-    """Whether several ranks hold the tensor together."""
-    return isinstance(described["placement"], dict)
-
-
 def _is_again(leaf: Leaf, again: dict[str, str]) -> bool:
     """Whether a tensor of several ranks is saved under another name."""
     return leaf.part is not None and leaf.name in again
 
 
-def _place_of(described: dict[str, Any]) -> str:
-    """What ranks that have the same bytes say alike."""
-    return json.dumps([described["name"], described["placement"]])
+def _outline(leaves: list[Leaf], ties: Ties) -> str:
+    """What is the same on ranks that have the same tensors, whichever parts of them: see ckpt/src/roster.rs."""
+    tensors = [(leaf.name, leaf.dtype, leaf.shape, leaf.placement if leaf.part is None else "part") for leaf in leaves]
+    return json.dumps({"tensors": tensors, "ties": ties})
 
 
-def _holders(ranks: list[list[dict[str, Any]]]) -> dict[str, list[int]]:
-    """What several ranks say that they have, and that must be the same there; and which ranks these are."""
-    holders: dict[str, list[int]] = {}
-    for rank, described in enumerate(ranks):
-        for text in described:
-            if text["placement"] not in ("local", "lead"):
-                holders.setdefault(_place_of(text), []).append(rank)
-    return {place: held for place, held in holders.items() if len(held) > 1}
+def _parts(leaves: list[Leaf]) -> str:
+    """Where the parts lie that this rank has, of each in turn the offsets and the lengths."""
+    return json.dumps([number for leaf in leaves if leaf.part is not None for each in leaf.part for number in each])
 
 
-def _describe(leaf: Leaf) -> dict[str, Any]:
-    placement: Any = leaf.placement
-    if leaf.part is not None:
-        placement = {"part": {"kind": "box", "offsets": leaf.part[0], "lengths": leaf.part[1]}}
-    return {"name": leaf.name, "dtype": leaf.dtype, "shape": leaf.shape, "placement": placement, "hash": None}
+def _bytes_of_small(leaves: list[Leaf]) -> str:
+    """What this rank has for itself and is small, in pairs of its number and its bytes."""
+    small = []
+    for index, leaf in enumerate(leaves):
+        is_own = leaf.part is None and leaf.placement == "local" and not leaf.path.startswith("rng")
+        # What a device has would keep the training waiting, at each save.
+        if is_own and leaf.address is not None and 0 < leaf.size <= SMALL:
+            small.append((index, ctypes.string_at(leaf.address, leaf.size).hex()))
+    return json.dumps(small)
 
 
 def source_offset(leaf: Leaf, part: Optional[_native.Part]) -> int:

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, HashMap};
 use forebay_core::{Error, Result};
 
 use super::super::SliceId;
-use super::Wish;
+use super::Wishes;
 use crate::manifest::Manifest;
 use crate::region::Region;
 
@@ -67,7 +67,7 @@ impl Shares {
     /// `Invalid` when a wish is no part of a tensor of the step.
     pub(super) fn new(
         manifest: &Manifest,
-        wishes: &[Vec<Wish>],
+        wishes: &[Wishes],
         hosts: &[usize],
         origin: &Origin,
         buffer: u64,
@@ -144,19 +144,23 @@ fn holders(
 }
 
 /// The slices that so many ranks want at `least`, by these ranks, as they lie in the shards.
-fn wanted(manifest: &Manifest, wishes: &[Vec<Wish>], least: usize) -> Result<BTreeMap<Who, Vec<SliceId>>> {
-    let mut of_tensors: Vec<HashMap<&Region, Who>> = vec![HashMap::new(); manifest.tensors.len()];
+fn wanted(manifest: &Manifest, wishes: &[Wishes], least: usize) -> Result<BTreeMap<Who, Vec<SliceId>>> {
+    // Of each tensor the ranks that want of it, and which part.
+    let mut of_tensors: Vec<Vec<(usize, &[u64])>> = vec![Vec::new(); manifest.tensors.len()];
     for (rank, wishes) in wishes.iter().enumerate() {
-        for Wish { tensor, region } in wishes {
-            if !manifest.tensors.get(*tensor).is_some_and(|tensor| region.fits(&tensor.shape)) {
-                return Err(Error::invalid(format!("rank {rank} wants what no tensor of the step has")));
-            }
-            of_tensors[*tensor].entry(region).or_default().push(rank);
+        for wish in wishes.each(manifest) {
+            let wrong = || Error::invalid(format!("rank {rank} wants what no tensor of the step has"));
+            let (tensor, place) = wish.ok_or_else(wrong)?;
+            of_tensors[tensor].push((rank, place));
         }
     }
     let mut wanted: BTreeMap<Who, Vec<SliceId>> = BTreeMap::new();
     for (index, (tensor, wishes)) in manifest.tensors.iter().zip(of_tensors).enumerate() {
-        let wishes = InOrder::new(wishes, &tensor.shape);
+        let mut by_place: HashMap<&[u64], Who> = HashMap::new();
+        for (rank, place) in wishes {
+            by_place.entry(place).or_default().push(rank);
+        }
+        let wishes = InOrder::new(by_place, &tensor.shape);
         for (number, slice) in tensor.slices.iter().enumerate().filter(|(_, slice)| !slice.is_empty()) {
             let who = wishes.touching(&Region::of(slice));
             if who.len() >= least {
@@ -173,14 +177,15 @@ fn wanted(manifest: &Manifest, wishes: &[Vec<Wish>], least: usize) -> Result<BTr
 struct InOrder<'a> {
     shape: &'a [u64],
     /// Elements from the first to behind the last, and who wants it.
-    parts: Vec<(u64, u64, &'a Region, Who)>,
+    parts: Vec<(u64, u64, Region, Who)>,
     /// The largest end up to each of them.
     ends: Vec<u64>,
 }
 
 impl<'a> InOrder<'a> {
-    fn new(wishes: HashMap<&'a Region, Who>, shape: &'a [u64]) -> Self {
-        let wishes = wishes.into_iter().filter(|(region, _)| region.elements() > 0);
+    fn new(wishes: HashMap<&[u64], Who>, shape: &'a [u64]) -> Self {
+        let wishes = wishes.into_iter().map(|(place, who)| (Region::boxed(place), who));
+        let wishes = wishes.filter(|(region, _)| region.elements() > 0);
         let mut parts: Vec<_> = wishes
             .map(|(region, who)| {
                 let (start, end) = region.bounds(shape);
@@ -188,7 +193,7 @@ impl<'a> InOrder<'a> {
             })
             .collect();
         parts.sort_by_key(|(start, end, ..)| (*start, *end));
-        let largest = |end: &mut u64, (_, other, ..): &(u64, u64, &Region, Who)| {
+        let largest = |end: &mut u64, (_, other, ..): &(u64, u64, Region, Who)| {
             *end = (*end).max(*other);
             Some(*end)
         };

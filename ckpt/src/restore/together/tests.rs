@@ -13,11 +13,10 @@ use forebay_io::net::{BulkReceiver, BulkSender, Door, Label};
 use forebay_io::object::{Bucket, Condition, OperationKind};
 use tokio::runtime::Handle;
 
-use super::super::tests::{Cut, Job, bucket_of_each, connect, store};
+use super::super::tests::{Cut, Job, bucket_of_each, connect, said, store};
 use super::rounds::Reading;
 use super::shares::{Origin, Placed, Shares};
 use super::*;
-use crate::manifest::SliceKind;
 use crate::testing::{chance, rounds};
 
 /// Sends some of the slices that are to come.
@@ -55,7 +54,7 @@ enum Other {
 /// The plan and ways of the second of two ranks, each on a host of its own, of which the first is only the test.
 fn beside(manifest: &Manifest, origin: Origin, is_silent: bool) -> (Together, Links, Other) {
     let patience = Duration::from_secs(60);
-    let wishes = [all(manifest), all(manifest)];
+    let wishes = said(&[all(manifest), all(manifest)]);
     let reader = Reader { rank: 1, hosts: &[0, 1], origin };
     let together = Together::new(manifest, &wishes, reader).expect("plan");
     assert!(together.peers().from.contains(&0));
@@ -270,7 +269,7 @@ async fn ranks_that_fail_keep_no_other_waiting() {
         let buckets: Vec<Bucket> =
             (0..3).map(|rank| if failing.contains(&rank) { empty.clone() } else { bucket.clone() }).collect();
         let work = move || {
-            let wishes: Vec<Vec<Wish>> = (0..3).map(|_| all(&manifest)).collect();
+            let wishes = said(&vec![all(&manifest); 3]);
             let plan = |rank| {
                 let reader = Reader { rank, hosts: &[0, 1, 2], origin: Origin::Store };
                 Together::new(&manifest, &wishes, reader).expect("plan")
@@ -343,7 +342,7 @@ async fn every_slice_passes_every_host_that_wants_it_once() {
             if !known {
                 continue;
             }
-            let shares = Shares::new(&manifest, &wishes, &hosts, &origin, bytes).expect("plan");
+            let shares = Shares::new(&manifest, &said(&wishes), &hosts, &origin, bytes).expect("plan");
             check(&shares, &hosts, &origin, wanted);
         }
     }
@@ -403,7 +402,7 @@ async fn hosts_read_alike_much_in_long_runs() {
     for ranks in [2_usize, 4, 8, 16, 64, 100] {
         // Two ranks a host.
         let hosts: Vec<usize> = (0..ranks).map(|rank| rank / 2).collect();
-        let wishes: Vec<Vec<Wish>> = (0..ranks).map(|_| all(&manifest)).collect();
+        let wishes = said(&vec![all(&manifest); ranks]);
         let shares = Shares::new(&manifest, &wishes, &hosts, &Origin::Store, 8 * ROW as u64).expect("plan");
         let reads = |of_rank: &Vec<Vec<Placed>>| -> Vec<usize> {
             let own = of_rank.iter().flatten().filter(|placed| placed.from.is_none());
@@ -435,10 +434,11 @@ async fn read_rows(
     let (manifest, content) = rows(&bucket, count).await;
     let (buckets, runtime) = (bucket_of_each(hosts.len(), &bucket, &manifest).await, Handle::current());
     let work = move || {
-        let wishes: Vec<Vec<Wish>> = hosts.iter().map(|_| all(&manifest)).collect();
+        let wishes = vec![all(&manifest); hosts.len()];
+        let told = said(&wishes);
         let plan = |rank| {
             let reader = Reader { rank, hosts, origin: Origin::Store };
-            Together::in_buffers_of(ROW as u64, &manifest, &wishes, reader).expect("plan")
+            Together::in_buffers_of(ROW as u64, &manifest, &told, reader).expect("plan")
         };
         let ranks: Vec<Together> = (0..hosts.len()).map(plan).collect();
         assert!(ranks.iter().all(|together| together.buffers() == MOST_BUFFERS as usize));
