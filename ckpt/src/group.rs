@@ -15,6 +15,7 @@ use forebay_io::clock::{Clock, Moment};
 use forebay_io::codec;
 use forebay_io::mem::SharedMemory;
 use forebay_io::net::{Door, FdStream, Inherited, MAX_FRAME, Meeting, Received, meet, wait_readable};
+use forebay_io::open_files::allow_more;
 use serde::{Deserialize, Serialize};
 
 use crate::manifest::MAX_RANKS;
@@ -89,6 +90,7 @@ impl Group {
     /// # Errors
     /// `Unavailable`, naming the ranks that are missing; `Invalid` when two ranks have one number, the ranks
     /// disagree about how many they are, or those are more than a step may have; `Exists` when another group meets there.
+    /// `Unavailable` as well where rank 0's process may not have as many files open.
     pub fn join(
         way: Way<'_>,
         rank: usize,
@@ -249,6 +251,7 @@ fn hold(
     patience: Duration,
     ends: Arc<Inherited>,
 ) -> Result<FdStream> {
+    allow_more(world_size as u64, "the job's other ranks")?;
     let meeting = Meeting::hold(name)?;
     let (own, other) = FdStream::pair()?;
     let serve = move || serve(&meeting, door, other, world_size, patience, &ends);

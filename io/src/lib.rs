@@ -8,6 +8,7 @@ pub mod disk;
 pub mod files;
 pub mod task;
 pub mod host;
+pub mod open_files;
 pub mod priority;
 pub mod mem;
 pub mod device;

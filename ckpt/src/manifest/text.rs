@@ -13,7 +13,7 @@
 //! The head is fixed to the byte, and the hash covers the body as written, from its `{` to its `}` or as it is packed: whatever
 //! byte is changed, added or lost, the manifest is refused.
 
-use std::io::{self, BufWriter, Read, Write};
+use std::io::{self, BufReader, BufWriter, Read, Write};
 
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
@@ -265,7 +265,8 @@ fn expect_hash(body: &[u8], expected: &str) -> Result<(), Fault> {
 fn unpack<T: DeserializeOwned>(packed: &[u8]) -> Result<T, Fault> {
     let body = |error| Fault::Body(serde_json::Error::io(error));
     let mut text = Decompressor::new(packed).map_err(body)?.take(MAX_MANIFEST as u64);
-    let parsed = serde_json::from_reader(&mut text).map_err(Fault::Body);
+    // Read a byte at a time, which is as good as free from a buffer alone.
+    let parsed = serde_json::from_reader(BufReader::new(&mut text)).map_err(Fault::Body);
     match text.limit() {
         0 => Err(Fault::TooLong { bytes: MAX_MANIFEST }),
         _ => parsed,
