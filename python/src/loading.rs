@@ -339,6 +339,11 @@ impl Step {
         tensors.get(one).zip(tensors.get(other)).is_some_and(|(one, other)| one.holds_what(other))
     }
 
+    /// Whether a tensor, by its place in `tensors`, lies in one slice.
+    fn is_in_one(&self, tensor: usize) -> bool {
+        self.manifest.tensors.get(tensor).is_some_and(|tensor| tensor.slices.len() == 1)
+    }
+
     /// The JSON text of an extra, if the step has one of that name.
     fn extra(&self, name: &str) -> Option<&str> {
         self.manifest.extras.iter().find(|extra| extra.name == name).map(|extra| extra.data.as_str())

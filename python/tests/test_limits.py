@@ -53,25 +53,25 @@ def test_what_the_ranks_only_together_cannot_say_is_refused_on_all(tmp_path: Pat
 
     def save(rank: int) -> Any:
         checkpointer, length = forebay.Checkpointer(tmp_path, rng=False), _native.text_length
-        sent = checkpointer.save_now(1, {"x": torch.zeros(4), "rank": rank})
+        sent = checkpointer.save_now(1, {"x": torch.zeros(4) + rank, "rank": rank})
         assert sent is not None and sent.wait_durable(60)
         before = sorted(str(path) for path in tmp_path.rglob("*.safetensors"))
-        _native.text_length = lambda name, data: 150 * MIB
+        _native.text_length = lambda name, data: 1200 * MIB
         told = []
         for _ in range(3):
             with pytest.raises(forebay.CheckpointInvalid) as refused:
-                checkpointer.save_now(2, {"x": torch.ones(4), "rank": rank})
+                checkpointer.save_now(2, {"x": torch.ones(4) + rank, "rank": rank})
             told.append(str(refused.value))
         _native.text_length = length
         assert sorted(str(path) for path in tmp_path.rglob("*.safetensors")) == before
-        sent = checkpointer.save_now(2, {"x": torch.ones(4), "rank": rank})
+        sent = checkpointer.save_now(2, {"x": torch.ones(4) + rank, "rank": rank})
         assert sent is not None and sent.wait_durable(60)
         checkpointer.close()
         return told
 
     first, second = run_ranks(2, save, with_gloo=False)
     assert first == second and len(set(first)) == 1
-    assert re.search(r"2 slices of tensors.* take up to \d+ bytes of text, more than 268435456 \(hint: ", first[0])
+    assert re.search(r"2 slices of tensors.* take up to \d+ bytes of text, more than 2147483648 \(hint: ", first[0])
     assert forebay.Checkpointer(tmp_path).steps() == [1, 2]
 
 

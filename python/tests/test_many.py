@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import forebay
@@ -58,7 +59,10 @@ def test_steps_of_thousands_of_tensors_are_packed_and_are_steps_like_others(tmp_
     assert [step for step, _, _ in _native.verify(f"file://{tmp_path}", None)] == [3]
 
     def restore_older(rank: int) -> Any:
-        with forebay.Checkpointer(tmp_path) as checkpointer:
+        with (
+            forebay.Checkpointer(tmp_path) as checkpointer,
+            pytest.warns(forebay.CheckpointWarning, match="step 2 is used instead"),
+        ):
             return checkpointer.restore(state_of(rank, 0.0))
 
     assert run_ranks(2, restore_older) == [2, 2]

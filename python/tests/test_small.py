@@ -52,6 +52,14 @@ def test_what_all_have_alike_is_saved_once_for_as_long_as_it_is_alike(tmp_path: 
             found[step] = [live["count"].item(), live["place"].item()]
         return found
 
+    def fill(rank: int) -> Any:
+        # What is yet to come takes what each had for itself, however it was saved.
+        live = {**state(rank, 0.0), "count": None}
+        with forebay.Checkpointer(tmp_path) as checkpointer:
+            assert checkpointer.restore(live, step=1) == 1
+        return live["count"].item()
+
+    assert run_ranks(3, fill) == [5.0] * 3
     found = run_ranks(3, restore)
     for rank, values in enumerate(found):
         assert values == {str(step): [given[rank], rank] for step, given in counts.items()}

@@ -100,8 +100,10 @@ class Tensors:
         return own if self._rank != NOBODY and own in self._entries else name
 
     def is_shared(self, node: Node) -> bool:
-        """Whether the tensor that a tree names is not one rank's own, in a step of several ranks."""
-        return self._step.world_size > 1 and "@" not in self.full_name(node["n"])
+        """Whether several ranks hold the tensor that a tree names together: it is not one rank's own, and not one that is so small
+        that one of those saved it who had it alike."""
+        is_alone = self._step.world_size == 1 or "@" in self.full_name(node["n"])
+        return not is_alone and not self._step.is_in_one(self.entry(node["n"])[0])
 
     def are_same(self, one: str, other: str) -> bool:
         """Whether two tensors hold the same, as far as the step tells."""
