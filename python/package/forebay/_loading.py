@@ -224,17 +224,18 @@ def load_step(
     ranks: Optional[Ranks] = None,
     with_rng: bool = False,
     choice: Optional[Choice] = None,
+    are_alike: bool = False,
 ) -> tuple[Any, Optional[dict[str, Any]]]:
     """The state of a step, put in place into `into` if that is given, and its random number generators.
 
     Those are None where the step has none of this rank's or they are not asked for. What each rank has of its own is
-    taken from the rank of the same number, modulo how many saved; where that does not fit on every rank, all goes by
-    names. Of `into` what is chosen is put in place.
+    taken from the rank of the same number, modulo how many saved, or of rank 0 where all are to be alike; where that does
+    not fit on every rank, all goes by names. Of `into` what is chosen is put in place.
     """
 
     choice = choice or Choice()
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
-    source = rank % step.world_size
+    source = 0 if are_alike else rank % step.world_size
     tried: list[Placer] = []
 
     def plan(tree: _Tree) -> _Plan:

@@ -12,7 +12,9 @@ has each rank save its part, and read it again at any number of ranks.
 
 Each checkpoint that Lightning writes becomes a directory (or a bucket prefix) of that name with one step in it, which
 `forebay.load` and `forebay ckpt` read as well; `forebay.load_model(path, model)` takes the weights alone, in the place of
-`load_from_checkpoint`, which opens a file. What is kept and under which name is Lightning's business, and so is what a
+`load_from_checkpoint`, which opens a file. Where all ranks of torch.distributed load the same checkpoint, as they do when a
+training resumes, they read it once between them; one that is asked for on some of them is waited for half a minute, in which
+`forebay.load` does not join. What is kept and under which name is Lightning's business, and so is what a
 signal does. A save that failed is raised: Lightning, once it takes a checkpoint for saved, deletes the one before. Its `dirpath`
 is a directory, as of a mount: an `s3://` one Lightning looks at through fsspec, which needs s3fs, and of `file://` it makes a path.
 
@@ -31,14 +33,16 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union, cast
 
+from . import _native
 from ._checkpointer import Checkpointer
-from ._errors import CheckpointInvalid, CheckpointNotFound, CheckpointWarning
+from ._coming import WAIT_S, meet_all
+from ._errors import CheckpointError, CheckpointInvalid, CheckpointNotFound, CheckpointWarning, warn
 from ._files import load
 from ._leaf import PARTITIONED, partitioned
-from ._loading import load_rest, with_step
+from ._loading import load_rest, load_step, restore_threads, with_step
 from ._options import checked
 from ._passed import CheckpointOptions, passed_on
-from ._ranks import surroundings
+from ._ranks import Ranks, surroundings
 from ._url import bucket_url, source_url
 
 if TYPE_CHECKING:
@@ -55,6 +59,9 @@ S = TypeVar("S", bound=type[Any])
 
 _HELD = ("state_dict", "optimizer_states")
 """What of a checkpoint the live model and optimizers hold."""
+
+_PATIENCE_S = 600.0
+"""How long ranks that read together wait for each other, in seconds, as those of a `Checkpointer`."""
 
 _KEEPS = "what is kept is Lightning's to say (save_top_k)"
 _SAVES = "when a checkpoint is saved is Lightning's to say"
@@ -217,9 +224,37 @@ class CheckpointIO:
     def load_checkpoint(
         self, path: Place, map_location: Optional[Any] = None, weights_only: Optional[bool] = None
     ) -> dict[str, Any]:
-        """Loads a checkpoint into the processor's memory, whatever `map_location` says: Lightning copies it on."""
-        loaded: dict[str, Any] = load(path, allow_pickle=self._allow_pickle and not weights_only)
+        """Loads a checkpoint into the processor's memory, whatever `map_location` says: Lightning copies it on.
+
+        Ranks that all load the same read it once between them. Whatever keeps them from that, each reads for itself then.
+        """
+        may_pickle = self._allow_pickle and not weights_only
+        failure: Optional[CheckpointError] = None
+        name = meet_all(f"load {bucket_url(path)}", min(WAIT_S, self._options.get("patience") or WAIT_S))
+        if name is not None:
+            try:
+                return self._load_together(path, name, may_pickle)
+            except CheckpointError as error:
+                failure = error
+        loaded: dict[str, Any] = load(path, allow_pickle=may_pickle)
+        if failure is not None:
+            warn(f"{bucket_url(path)}: each rank has read it for itself, not all together: {failure}")
         return loaded
+
+    def _load_together(self, path: Place, name: str, may_pickle: bool) -> dict[str, Any]:
+        """Loads what all ranks do, which meet under that name."""
+        ranks = Ranks(f"{bucket_url(path)} {name}", None, self._options.get("patience") or _PATIENCE_S)
+
+        def use(step: _native.Step) -> dict[str, Any]:
+            loaded: dict[str, Any] = load_step(step, None, may_pickle, threads, ranks, are_alike=True)[0]
+            return loaded
+
+        try:
+            ranks.gather("look for a checkpoint", lambda: {"place": source_url(path)})
+            threads = self._options.get("copy_threads") or restore_threads(len(ranks.here()))
+            return with_step(bucket_url(path), None, ranks, use)
+        finally:
+            ranks.leave()
 
     def remove_checkpoint(self, path: Place) -> None:
         """Deletes a checkpoint of Lightning's choice, one of its own (a file) and a link to one, too.
