@@ -32,5 +32,5 @@ def refuse_unlike(choices: Sequence[str]) -> None:
     """Raises `CheckpointInvalid`, on all ranks alike, where these did not choose the same to be restored."""
     rank = next((rank for rank, choice in enumerate(choices) if choice != choices[0]), None)
     if rank is not None:
-        text = f"only=, without=, strict= or rename= of rank {rank} differ from those of rank 0"
+        text = f"only=, without=, strict=, rename= or options= of rank {rank} differ from those of rank 0"
         raise CheckpointInvalid(f"{text} (hint: give them alike on all ranks)")

@@ -8,13 +8,21 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, Literal, Optional, Union
 
 from . import _options as options
 from ._errors import CheckpointInvalid
 
 Names = Union[Mapping[str, str], Callable[[str], str]]
 """What the checkpoint calls what the state has under a name: by names, or a function of one."""
+
+Options = Union[Literal["saved", "live"], Sequence[str]]
+"""Whose options the groups of optimizers have: those that were saved, or their own; or the names of those that are their own."""
+
+SAVED, LIVE = "saved", "live"
+
+_WITH_OPTION = {"initial_lr": "lr"}
+"""Options that stay with another one: a scheduler notes the rate that it begins with beside the rate."""
 
 HINT = "hint: strict=False leaves that as it is; without= and only= say what is restored, rename= what the checkpoint calls it"
 """What to do where the state and the checkpoint have not the same parts."""
@@ -41,6 +49,8 @@ class Choice:
     """Whether state and checkpoint must have the same parts."""
     rename: Optional[Names] = None
     """What the checkpoint calls them; None for the same."""
+    options: Union[str, tuple[str, ...]] = SAVED
+    """Which options of optimizers' groups stay as they are: none (`SAVED`), all (`LIVE`), or those of some names."""
     missing: tuple[str, ...] = ()
     """What the state has and the checkpoint lacked, which was left as it was."""
     unexpected: tuple[str, ...] = ()
@@ -54,6 +64,12 @@ class Choice:
     def leaves(self, name: str) -> tuple[str, ...]:
         """The patterns by which something of that name is left out with all that is in it: `ema` and `ema.*` both mean that."""
         return tuple(one for one in self.without if _is_like(name, one) or _is_like(f"{name}.", one))
+
+    def keeps_option(self, name: str) -> bool:
+        """Whether an option of an optimizer's groups stays as it is."""
+        if isinstance(self.options, str):
+            return self.options == LIVE
+        return name in self.options or _WITH_OPTION.get(name) in self.options
 
     def means(self, name: str) -> bool:
         """Whether what has that name is restored, or something that it lies in is."""
@@ -77,7 +93,7 @@ class Choice:
     def told(self) -> str:
         """The same on all ranks that chose alike, as far as can be told: of functions only that there is one."""
         names = dict(self.rename) if isinstance(self.rename, Mapping) else self.rename is not None
-        said = json.dumps([self.only, self.without, self.strict, names], sort_keys=True)
+        said = json.dumps([self.only, self.without, self.strict, names, self.options], sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()
 
     def note(self, missing: Sequence[str], unexpected: Sequence[str], tells: bool) -> None:
@@ -89,14 +105,28 @@ class Choice:
             logging.getLogger("forebay").warning("restored with strict=False. %s", "; ".join(texts))
 
 
-def chosen(only: Any, without: Any, strict: Any, rename: Any) -> Choice:
+def chosen(only: Any, without: Any, strict: Any, rename: Any, whose_options: Any = SAVED) -> Choice:
     """The choice that options make. Raises `CheckpointInvalid` for one that is none."""
     patterns = options.patterns("without", without)
     is_names = isinstance(rename, Mapping) and all(isinstance(name, str) for pair in rename.items() for name in pair)
     if not (rename is None or is_names or callable(rename)):
         allowed = "a dict of names in the state and in the checkpoint, a function of one, or None"
         raise options.refused("rename", rename, allowed)
-    return Choice(options.only(only), patterns, options.flag("strict", strict), dict(rename) if is_names else rename)
+    names = dict(rename) if is_names else rename
+    return Choice(options.only(only), patterns, options.flag("strict", strict), names, _checked_options(whose_options))
+
+
+def _checked_options(given: Any) -> Union[str, tuple[str, ...]]:
+    """As a tuple where they are names."""
+    if isinstance(given, str) and given in (SAVED, LIVE):
+        return given
+    try:
+        names = () if isinstance(given, (str, bytes)) else tuple(given)
+    except TypeError:
+        names = ()
+    if names and all(isinstance(name, str) for name in names):
+        return names
+    raise options.refused("options", given, "'saved', 'live', or a list of those that stay, such as ['lr', 'weight_decay']")
 
 
 def _is_like(name: str, pattern: str) -> bool:

@@ -308,10 +308,12 @@ def same_nodes(one: Node, other: Node, same: Same) -> bool:
     return True
 
 
-def differing_option(one: Node, other: Node, same: Same) -> Optional[str]:
-    """The first option of two groups that is not the same, if any; 0 and 0.0 are."""
+def differing_option(
+    one: Node, other: Node, same: Same, leaves: Callable[[str], bool] = lambda name: False
+) -> Optional[str]:
+    """The first option of two groups that is not the same, if any, and not left as it is; 0 and 0.0 are."""
     options, others = ({str(key): value for key, value in group["v"]} for group in (one, other))
-    for key in [*options, *others]:
+    for key in (name for name in [*options, *others] if not leaves(name)):
         if key not in options or key not in others:
             return key
         if options[key] != others[key] and not same_nodes(options[key], others[key], same):

@@ -9,11 +9,23 @@ the state, and one that has more to tell than torch's functions take.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, Iterator, Optional
 
+from ._choice import Choice
+from ._errors import CheckpointMismatch
 from ._leaf import local_parts, torch_module
 from ._modules import is_same_memory
-from ._optimizers import give_by_names, has_own, load_exactly, state_by_names, stepped, tells_copies
+from ._optimizers import (
+    give_by_names,
+    has_own,
+    keep_options,
+    load_exactly,
+    state_by_names,
+    stepped,
+    tell_of_scheduler,
+    tells_copies,
+)
 
 MAX_DEPTH = 8
 """How deep modules and optimizers are looked for in nested containers."""
@@ -24,6 +36,15 @@ def is_stateful(value: Any) -> bool:
     return not isinstance(value, type) and all(
         callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")
     )
+
+
+def _check_options(choice: Choice, optimizers: Sequence[Any]) -> None:
+    """Raises `CheckpointMismatch` for an option that is to stay as it is, and that no optimizer has."""
+    known = {option for optimizer in optimizers for group in optimizer.param_groups for option in group}
+    lacking = [] if isinstance(choice.options, str) else [name for name in choice.options if name not in known]
+    if lacking:
+        has = ", ".join(map(repr, sorted(known - {"params"}))) or "no optimizer is in the state"
+        raise CheckpointMismatch(f"options: no optimizer of the state has {', '.join(map(repr, lacking))} (hint: {has})")
 
 
 def _search(value: Any, depth: int = MAX_DEPTH) -> Iterator[Any]:
@@ -37,9 +58,9 @@ def _search(value: Any, depth: int = MAX_DEPTH) -> Iterator[Any]:
 
 
 class Pairs:
-    """Which module of a state an optimizer of that state belongs to."""
+    """Which module of a state an optimizer of that state belongs to; and, of one that is restored, what is chosen of it."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, choice: Optional[Choice] = None) -> None:
         torch = torch_module()
         found = list(_search(state)) if torch is not None else []
         self._modules = [value for value in found if isinstance(value, torch.nn.Module)]
@@ -47,6 +68,8 @@ class Pairs:
             _reshard(module)
         self._parameters = [frozenset(map(id, module.parameters())) for module in self._modules]
         self._optimizers = [value for value in found if isinstance(value, torch.optim.Optimizer)]
+        self.choice = choice or Choice()
+        _check_options(self.choice, self._optimizers)
         self._made: list[Any] = []
         self._kept: dict[int, list[str]] = {}
 
@@ -210,11 +233,13 @@ def give_state(value: Any, kind: str, state: Any, pairs: Pairs) -> None:
         module = pairs.module_of(value)
         if module is None:
             raise ValueError(APART)
-        give_by_names(module, value, state, pairs.kept(value))
+        give_by_names(module, value, state, pairs.kept(value), pairs.choice.keeps_option)
     elif kind == "optimizer-own":
-        load_exactly(value, state)
+        load_exactly(value, keep_options(value, state, pairs.choice.keeps_option))
     else:
         value.load_state_dict(state)
+        if pairs.choice.keeps_option("lr"):
+            tell_of_scheduler(value)
 
 
 def _give_module(module: Any, state: dict[str, Any]) -> None:

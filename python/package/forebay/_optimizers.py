@@ -14,12 +14,18 @@ import logging
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 from ._leaf import torch_module
 
+Keeps = Callable[[str], bool]
+"""Whether an option of that name stays as it is."""
+
 _MOST_TOLD, _MOST_SHOWN = 8, 40
 """Options that are told, and characters of the value of each."""
+
+_ABOUT_PARAMETERS = frozenset(("params", "param_names"))
+"""What of a group is no option."""
 
 TOLD = frozenset(("state", "param_groups"))
 """What torch's functions give of an optimizer."""
@@ -85,12 +91,11 @@ def state_by_names(module: Any, optimizer: Any) -> dict[str, Any]:
     lacking = [parameter for group, _ in was for parameter in group["params"] if parameter.grad is None]
     try:
         found = _api().get_optimizer_state_dict(module, optimizer)
+        _undo(was)
         return found
     except Exception:
         optimizer.state.clear()
-        for group, options in was:
-            group.clear()
-            group.update(options)
+        _undo(was)
         for parameter in lacking:
             parameter.grad = None
         if tells_copies(module):
@@ -103,12 +108,22 @@ def state_by_names(module: Any, optimizer: Any) -> dict[str, Any]:
     return {"state": {}, "param_groups": groups}
 
 
-def give_by_names(module: Any, optimizer: Any, state: Any, kept: Sequence[str] = ()) -> None:
+def _undo(groups: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Has groups have the options that they had."""
+    for group, options in groups:
+        group.clear()
+        group.update(options)
+
+
+def give_by_names(
+    module: Any, optimizer: Any, state: Any, kept: Sequence[str] = (), keeps: Keeps = lambda option: False
+) -> None:
     """Gives an optimizer its state, and none to parameters that had none: those that no step had changed yet. Those that are
-    `kept` have what they have."""
+    `kept` have what they have, and so have groups the options that are."""
     torch = torch_module()
     called = names(module)
-    groups = _regrouped(optimizer, called, state["param_groups"])
+    regrouped = {"param_groups": _regrouped(optimizer, called, state["param_groups"])}
+    groups = keep_options(optimizer, regrouped, keeps)["param_groups"]
     if tells_copies(module):
         _give_by_torch(module, optimizer, {**state, "param_groups": groups})
         return
@@ -124,6 +139,36 @@ def give_by_names(module: Any, optimizer: Any, state: Any, kept: Sequence[str] =
         group["params"] = [numbers[name] for name in group["params"]]
     with torch.no_grad():
         load_exactly(optimizer, {"state": own, "param_groups": groups})
+
+
+def keep_options(optimizer: Any, state: Any, keeps: Keeps) -> Any:
+    """The state with the options that an optimizer's groups have, where these are to stay; what else was saved is told."""
+    torch = torch_module()
+    if torch is None or not isinstance(optimizer, torch.optim.Optimizer):
+        return state
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    lives = optimizer.param_groups
+    if not isinstance(groups, list) or len(groups) != len(lives):
+        # It finds by itself that they are none of its own.
+        return state
+    found, told = [], []
+    for live, saved in zip(lives, groups):
+        stay = {name for name in live.keys() | saved.keys() if name not in _ABOUT_PARAMETERS and keeps(name)}
+        told += [(name, live[name], saved[name]) for name in sorted(stay & live.keys() & saved.keys())]
+        others = {name: value for name, value in saved.items() if name not in stay}
+        found.append({**others, **{name: live[name] for name in stay & live.keys()}})
+    texts = [f"{name} {_short(has)}, not {_short(other)}" for name, has, other in told if _differ(has, other)]
+    _tell(optimizer, "keeps options that were saved otherwise", texts)
+    return {**state, "param_groups": found}
+
+
+def tell_of_scheduler(scheduler: Any) -> None:
+    """Warns, by the logger `forebay`, where a scheduler of torch was restored whose optimizer keeps its rates."""
+    torch = torch_module()
+    if torch is not None and isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        text = "%s is restored beside learning rates that stay, which are not those that it had come to: what it sets next may be"
+        hint = "hint: leave it out by without= and step it as often as it was, or have other options stay than lr"
+        logging.getLogger("forebay").warning(f"{text} neither run's ({hint})", type(scheduler).__qualname__)
 
 
 def load_exactly(optimizer: Any, state: Any) -> None:
@@ -171,15 +216,21 @@ def _kept_options(optimizer: Any) -> Iterator[None]:
 def _tell_options(optimizer: Any, before: list[dict[str, Any]]) -> None:
     """Tells the logger `forebay` (info) which options of an optimizer's groups are others now than the program had given it: all
     come of the checkpoint."""
-    found: dict[str, None] = {}
+    found: list[str] = []
     for old, group in zip(before, optimizer.param_groups):
-        for option in sorted(old.keys() & group.keys() - {"params", "param_names"}):
+        for option in sorted(old.keys() & group.keys() - _ABOUT_PARAMETERS):
             if _differ(old[option], group[option]):
-                found[f"{option} {_short(old[option])} -> {_short(group[option])}"] = None
+                found.append(f"{option} {_short(old[option])} -> {_short(group[option])}")
+    _tell(optimizer, "has the options that were saved", found)
+
+
+def _tell(optimizer: Any, what: str, texts: Sequence[str]) -> None:
+    """Tells the logger `forebay` (info), each text once, if there are any."""
+    found = list(dict.fromkeys(texts))
     if found:
         more = f" and {len(found) - _MOST_TOLD} more" if len(found) > _MOST_TOLD else ""
-        told = ", ".join(list(found)[:_MOST_TOLD]) + more
-        logging.getLogger("forebay").info("%s has the options that were saved: %s", type(optimizer).__qualname__, told)
+        told = ", ".join(found[:_MOST_TOLD]) + more
+        logging.getLogger("forebay").info("%s %s: %s", type(optimizer).__qualname__, what, told)
 
 
 def _copied(value: Any) -> Any:

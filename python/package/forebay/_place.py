@@ -69,7 +69,7 @@ class Placer:
         """Places of what was planned that go by numbers of parameters, which mean others on each rank of a job."""
         self.needed: list[Node] = []
         """Parts of the tree that `apply` builds."""
-        self._pairs = Pairs(state)
+        self._pairs = Pairs(state, choice)
         self._optimizers = OptimizerPlacer(builder, self._pairs, choice, self._leaves, self.missing, self.unexpected)
         self._own = OwnPlacer(builder, self._pairs)
         self._places: dict[Any, tuple[Node, str]] = {}

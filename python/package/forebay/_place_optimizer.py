@@ -24,6 +24,9 @@ from ._unflatten import Builder
 BY_OPTION = frozenset(("max_exp_avg_sq", "momentum_buffer", "grad_avg"))
 """What torch's optimizers have of a parameter where an option says so, which the groups that were saved bring along."""
 
+_NEEDED = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+"""Options by which torch's optimizers look for state that they make at their first step alone; but SGD makes it at any."""
+
 WITHOUT = "hint: Checkpointer.restore(without=) brings back the rest, and an optimizer that is left out begins anew"
 """What to do about an optimizer that is not the one that was saved."""
 
@@ -64,6 +67,7 @@ class OptimizerPlacer:
                 has = has if isinstance(has, dict) else {}
                 self._check_sizes(tree, live, path)
                 self._check_class(tree, live, has, path)
+                self._check_needed(tree, live, {parameter: number for number, parameter in parameters.items()}, path)
                 self._bind_there(tree, has)
                 self._bind_made(tree, has, parameters, path)
             return tree
@@ -73,6 +77,7 @@ class OptimizerPlacer:
             raise CheckpointMismatch(f"{path}: {APART}")
         named = {name: parameter for parameter, called in names(module).items() for name in called}
         self._refuse_meta(tree, named, path)
+        self._check_needed(tree, live, {parameter: name for name, parameter in named.items()}, path)
         has = taken(live, self._pairs, path)[1]
         own = {} if tells_copies(module) else named
         groups = groups_of(tree)
@@ -159,7 +164,8 @@ class OptimizerPlacer:
                 if name in options_of:
                     among.setdefault(id(options_of[name]), name)
             for first, other in itertools.pairwise(among.values()):
-                option = differing_option(options_of[first], options_of[other], self._tensors.are_same)
+                pair = options_of[first], options_of[other]
+                option = differing_option(*pair, self._tensors.are_same, self._choice.keeps_option)
                 if option is not None:
                     which = f"{first!r} and {other!r} were saved in groups that differ in {option!r}"
                     raise CheckpointMismatch(f"{path}: {which}, and are in one group of the state")
@@ -205,6 +211,21 @@ class OptimizerPlacer:
         lacking = sorted(map(str, wanted - saved - (BY_OPTION if is_torchs else set())))
         if lacking and saved - wanted and (is_torchs or saved & wanted <= {"step"}):
             raise _other_class(path, "its parameters have", lacking, inner)
+
+    def _check_needed(self, tree: Node, live: Any, keys: dict[Any, Any], path: str) -> None:
+        """Whether what options that stay ask for was saved: torch's own optimizers fail at their next step without it."""
+        inner, torch = underneath(live), torch_module()
+        if not f"{type(inner).__module__}.".startswith("torch.optim.") or isinstance(inner, torch.optim.SGD):
+            return
+        states = self._entries(self._entries(tree).get("state"))
+        for group in live.param_groups:
+            for option in (one for one in _NEEDED if group.get(one) and self._choice.keeps_option(one)):
+                for parameter in group["params"]:
+                    key = keys.get(parameter)
+                    saved = self._entries(states.get(key))
+                    if saved and _NEEDED[option] not in saved:
+                        text = f"{option} stays {group[option]!r}, and no {_NEEDED[option]!r} was saved of {key!r}"
+                        raise CheckpointMismatch(f"{path}: {text} (hint: options= says which options stay)")
 
     def _lacking(self, groups: Groups, has: Any, own: dict[str, Any], name: str) -> list[str]:
         """Which live parameters the checkpoint has no state of, though it is asked for by name."""

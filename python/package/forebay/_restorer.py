@@ -12,7 +12,7 @@ from ._errors import CheckpointInvalid, CheckpointNotFound
 from ._ladder import Restored
 from ._loading import load_step, load_weights
 from ._ranks import new_start, use_together
-from ._choice import Choice, Names as Renames, chosen
+from ._choice import Choice, Names as Renames, Options, chosen
 from ._rng import set_rng_state
 from ._saver import Back, Saver
 from ._timeline import Timeline
@@ -42,11 +42,13 @@ class Restorer(Saver):
         without: Sequence[str] = (),
         strict: bool = True,
         rename: Optional[Renames] = None,
+        options: Options = "saved",
     ) -> Optional[int]:
         """Brings `state` back to the newest step that is whole, or to `step`, one for all ranks; gives it, or None if there is none.
 
         Tensors and arrays are filled in place, objects are given their state, plain values are replaced. Of optimizers all options
-        are those that were saved (`lr`, `weight_decay`, `fused`): the logger `forebay` (info) tells which were others. Modules, and
+        are those that were saved (`lr`, `weight_decay`, `fused`), unless `options` says otherwise: the logger `forebay` (info) tells
+        which were others. Modules, and
         optimizers beside them, keep the element types that they have; any other tensor is of the one that was saved. Where
         something in the state has nothing yet (None, an empty dict or list), it gets what was saved there by this rank, if as many ranks saved:
         plain values, and tensors in the processor's memory, but no objects and no parts of what ranks hold together. An object
@@ -88,6 +90,14 @@ class Restorer(Saver):
         keys of dicts, modules' tensors, and parameters of optimizers: `lambda name: name.replace("base_model.model.", "")`.
         A part is looked up where the dict or module lies that it is in. All of these are the same on all ranks.
 
+        `options="live"` has optimizers in the state keep the options that the program gave them, and take their moments and
+        counts alone; a list, such as `["weight_decay"]`, those of these names (`lr` with the `initial_lr` that schedulers note
+        beside it). The program's `lr` is that of its own schedule's begin. A scheduler in the state would go on from there, or
+        from rates that were saved, which the logger warns of: it is left out, and stepped as often as it was,
+        `step = ck.restore(state, without=["scheduler"], options="live")`, then `for _ in range(step): scheduler.step()`. An option
+        that asks for state which was not saved (`amsgrad`) is refused. An optimizer that counts in its groups (schedule-free
+        ones) wants a list. What an optimizer's `state_dict()`, or an object of one's own around it, says is not looked into.
+
         A job that goes back to a step before its last save, and on from there, may save the steps after it again. It goes on at
         once, and from its next save on is another start's; what it had saved after that step, and is not committed by then, is
         given up. Until newer steps take its place there, the step stays in memory if it was. A step that is saved again counts
@@ -97,7 +107,7 @@ class Restorer(Saver):
         Raises `CheckpointNotFound` or `CheckpointCorrupt` for a `step` that is missing or damaged, and
         `CheckpointMismatch` when the state is not shaped like the one that was saved, or has tensors on the meta device.
         """
-        choice = chosen(only, without, strict, rename)
+        choice = chosen(only, without, strict, rename, options)
         if state is None:
             raise CheckpointInvalid("state is None: nothing would be restored (hint: forebay.load gives what was saved)")
         with self._lock:
