@@ -67,13 +67,15 @@ def test_a_signal_to_one_rank_saves_on_all(tmp_path: Path) -> None:
     assert [saved(tmp_path)] * 2 == [step + 1 for step in last]
 
 
-def test_a_signal_to_all_processes_of_a_job_lets_workers_bring_the_next_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["fork", "spawn"])
+def test_a_signal_to_all_processes_of_a_job_lets_workers_bring_the_next_batch(tmp_path: Path, way: str) -> None:
     """As torchrun and Slurm send it. Workers died of it, and torch raised that before the step that was to be saved."""
 
     def work(report: Report) -> None:
         state = {"t": torch.zeros(100_000), "n": 0}
         with forebay.Checkpointer(tmp_path, every=1_000_000, on_signal="SIGTERM") as checkpointer:
-            batches = torch.utils.data.DataLoader(range(1_000_000), num_workers=2)  # type: ignore[arg-type]
+            data: Any = range(1_000_000)
+            batches = torch.utils.data.DataLoader(data, num_workers=2, multiprocessing_context=way)
             for step, _ in enumerate(batches, 1):
                 state["t"] += 1
                 state["n"] = step
@@ -83,10 +85,11 @@ def test_a_signal_to_all_processes_of_a_job_lets_workers_bring_the_next_batch(tm
                 time.sleep(0.001)
 
     child = Child(work)
-    assert child.line() == "1"
+    # One of each worker.
+    assert [child.line(), child.line()] == ["1", "2"]
     # It leads its group.
     os.killpg(child.pid, signal.SIGTERM)
-    last = max([1, *map(int, child._lines.read().split())])
+    last = max([2, *map(int, child._lines.read().split())])
     assert child.join() == -signal.SIGTERM
     assert saved(tmp_path) == last + 1
 
@@ -108,6 +111,41 @@ def test_a_worker_heeds_signals_of_its_parent_alone() -> None:
     wait_until(has_heard)
     os.kill(child.pid, signal.SIGTERM)
     assert child.join() == 0, "and not by the first one"
+
+
+def caught() -> list[int]:
+    """Those of some signals that this process has handlers for."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (mask,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+    return [signum for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM) if mask & 1 << (signum - 1)]
+
+
+class Caught(torch.utils.data.Dataset[list[int]]):
+    """Of each item, which signals the worker that brings it does not die of."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> list[int]:
+        return caught()
+
+
+def test_spawned_workers_pass_over_the_signals_of_all_that_are_open(tmp_path: Path) -> None:
+    """A worker that is spawned has nothing of its trainer but what it is sent."""
+    worker = torch.utils.data._utils.worker
+    before = worker._worker_loop
+
+    def asked() -> list[int]:
+        batches = torch.utils.data.DataLoader(Caught(), num_workers=1, batch_size=None, multiprocessing_context="spawn")
+        (found,) = batches
+        return list(found)
+
+    with forebay.Checkpointer(tmp_path / "one", on_signal=["SIGUSR1"]):
+        with forebay.Checkpointer(tmp_path / "two", on_signal=["SIGUSR2"]):
+            # Torch itself has a handler for the last one in any worker.
+            assert asked() == [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM]
+        assert asked() == [signal.SIGUSR1, signal.SIGTERM]
+    assert worker._worker_loop is before
 
 
 def test_an_error_after_a_signal_is_seen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,39 +3,89 @@
 Who ends a job may ask each of its processes: torchrun signals the process group of a trainer, Slurm all of a job step. Workers
 die of that, and torch raises in the trainer before its next step, which is the one that `on_signal` saves. So they do not
 heed such a signal: they end when the trainer ends them, or is gone, as they see within seconds.
+
+Those that are forked have what is put into torch here. Those that are spawned begin anew, and know what they are sent: what they
+are to run, which puts it there first. A fork server is a process that this one knows too little of: it dies of the signal.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Optional
 
 from . import _native
 
-_MODULE = "torch.utils.data._utils.signal_handling"
-_NAME = "_set_worker_signal_handlers"
+_SIGNALS, _HANDLERS = "torch.utils.data._utils.signal_handling", "_set_worker_signal_handlers"
+_WORKER, _LOOP = "torch.utils.data._utils.worker", "_worker_loop"
+"""What workers do, and what they do first: they have torch take signals over. Both by functions that are theirs alone."""
+
+
+class _Loop:
+    """What a worker runs: torch's own, which passes over `signals`, in a process that was spawned as well."""
+
+    def __init__(self, signals: Sequence[int], before: Optional[Callable[..., Any]] = None) -> None:
+        # What another one passes over is not taken back.
+        of_others = before._signals if isinstance(before, _Loop) else ()
+        self._signals: tuple[int, ...] = tuple(dict.fromkeys((*of_others, *signals)))
+        self._before = before
+
+    def __reduce__(self) -> Any:
+        # Torch's own is known there by its name, which is this one's here.
+        return _Loop, (self._signals,)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        loop = self._before
+        if loop is None:
+            loop = getattr(_imported(_WORKER), _LOOP)
+            _put(_SIGNALS, _HANDLERS, _heeding_parent(self._signals))
+        return loop(*given, **named)
 
 
 def shield(signals: Sequence[int]) -> Callable[[], None]:
-    """Has workers that are forked from here on pass over `signals`; gives what ends that.
-
-    What they do first is to have torch take signals over, by a function that is theirs alone.
-    """
+    """Has workers that are forked or spawned from here on pass over `signals`; gives what ends that."""
     if "torch" not in sys.modules:
         return lambda: None
-    __import__(_MODULE)
-    module = sys.modules[_MODULE]
-    before: Any = getattr(module, _NAME)
+    ends = [
+        _put(_SIGNALS, _HANDLERS, _heeding_parent(signals)),
+        _put(_WORKER, _LOOP, lambda before: _Loop(signals, before)),
+    ]
 
-    def begin(*given: Any) -> None:
-        before(*given)
-        _native.heed_parent(list(signals))
+    def end() -> None:
+        for one in ends:
+            one()
+
+    return end
+
+
+def _heeding_parent(signals: Sequence[int]) -> Callable[[Any], Any]:
+    """What takes signals over in a worker, of what did so before."""
+
+    def make(before: Any) -> Any:
+        def begin(*given: Any) -> None:
+            before(*given)
+            _native.heed_parent(list(signals))
+
+        return begin
+
+    return make
+
+
+def _put(name: str, attribute: str, make: Callable[[Any], Any]) -> Callable[[], None]:
+    """Puts what is made of a module's attribute in its place; gives what takes it back."""
+    module = _imported(name)
+    before: Any = getattr(module, attribute)
+    made = make(before)
+    setattr(module, attribute, made)
 
     def end() -> None:
         # Where others have put theirs on top since, that stays.
-        if getattr(module, _NAME) is begin:
-            setattr(module, _NAME, before)
+        if getattr(module, attribute) is made:
+            setattr(module, attribute, before)
 
-    setattr(module, _NAME, begin)
     return end
+
+
+def _imported(name: str) -> Any:
+    __import__(name)
+    return sys.modules[name]
