@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import re
 import signal
@@ -67,7 +69,7 @@ def test_a_signal_to_one_rank_saves_on_all(tmp_path: Path) -> None:
     assert [saved(tmp_path)] * 2 == [step + 1 for step in last]
 
 
-@pytest.mark.parametrize("way", ["fork", "spawn"])
+@pytest.mark.parametrize("way", ["fork", "spawn", "forkserver"])
 def test_a_signal_to_all_processes_of_a_job_lets_workers_bring_the_next_batch(tmp_path: Path, way: str) -> None:
     """As torchrun and Slurm send it. Workers died of it, and torch raised that before the step that was to be saved."""
 
@@ -94,6 +96,12 @@ def test_a_signal_to_all_processes_of_a_job_lets_workers_bring_the_next_batch(tm
     assert saved(tmp_path) == last + 1
 
 
+def has_heard(process: int) -> bool:
+    """Whether no signal waits for a process."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return not any(int(line.split()[1], 16) for line in status.splitlines() if line[3:7] == "Pnd:")
+
+
 def test_a_worker_heeds_signals_of_its_parent_alone() -> None:
     def work(report: Report) -> None:
         _native.heed_parent([signal.SIGTERM])
@@ -101,14 +109,10 @@ def test_a_worker_heeds_signals_of_its_parent_alone() -> None:
         while True:
             signal.pause()
 
-    def has_heard() -> bool:
-        status = Path(f"/proc/{child.pid}/status").read_text()
-        return not any(int(line.split()[1], 16) for line in status.splitlines() if line[3:7] == "Pnd:")
-
     child = Child(work)
     assert child.line() == "ready"
     subprocess.run(["kill", str(child.pid)], check=True)
-    wait_until(has_heard)
+    wait_until(lambda: has_heard(child.pid))
     os.kill(child.pid, signal.SIGTERM)
     assert child.join() == 0, "and not by the first one"
 
@@ -121,31 +125,106 @@ def caught() -> list[int]:
 
 
 class Caught(torch.utils.data.Dataset[list[int]]):
-    """Of each item, which signals the worker that brings it does not die of."""
+    """Of each item, which worker brings it, and which signals that one does not die of."""
 
     def __len__(self) -> int:
         return 1
 
     def __getitem__(self, index: int) -> list[int]:
-        return caught()
+        return [os.getpid(), *caught()]
 
 
-def test_spawned_workers_pass_over_the_signals_of_all_that_are_open(tmp_path: Path) -> None:
-    """A worker that is spawned has nothing of its trainer but what it is sent."""
-    worker = torch.utils.data._utils.worker
-    before = worker._worker_loop
+def test_a_worker_of_a_fork_server_heeds_signals_of_its_trainer_alone() -> None:
+    """The server is its parent."""
 
-    def asked() -> list[int]:
-        batches = torch.utils.data.DataLoader(Caught(), num_workers=1, batch_size=None, multiprocessing_context="spawn")
-        (found,) = batches
-        return list(found)
+    def work(report: Report) -> None:
+        _native.heed_parent([signal.SIGTERM], trainer)
+        report("ready")
+        while True:
+            signal.pause()
 
-    with forebay.Checkpointer(tmp_path / "one", on_signal=["SIGUSR1"]):
-        with forebay.Checkpointer(tmp_path / "two", on_signal=["SIGUSR2"]):
-            # Torch itself has a handler for the last one in any worker.
-            assert asked() == [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM]
-        assert asked() == [signal.SIGUSR1, signal.SIGTERM]
-    assert worker._worker_loop is before
+    reader, writer = os.pipe()
+    sender = os.fork()
+    if sender == 0:
+        os.close(writer)
+        os.kill(int(os.read(reader, 100)), signal.SIGTERM)
+        os._exit(0)
+    trainer = sender
+    child = Child(work)
+    assert child.line() == "ready"
+    os.kill(child.pid, signal.SIGTERM)
+    wait_until(lambda: has_heard(child.pid))
+    os.write(writer, str(child.pid).encode())
+    assert child.join() == 0, "and not by the first one, of its parent"
+    os.waitpid(sender, 0)
+    os.close(reader)
+    os.close(writer)
+
+
+def own_handlers(connection: Any) -> None:
+    """Tells what this process does at signals that ask to end."""
+    from forebay._serving import ASKING
+
+    connection.send([signal.getsignal(number) is signal.SIG_DFL for number in ASKING])
+
+
+def test_a_fork_server_lives_on_and_what_it_starts_heeds_signals(tmp_path: Path) -> None:
+    """But for workers, of which the test above is."""
+
+    def work(report: Report) -> None:
+        context = multiprocessing.get_context("forkserver")
+        server = multiprocessing.forkserver._forkserver
+        before = list(server._preload_modules)
+        with forebay.Checkpointer(tmp_path, on_signal="SIGTERM"):
+            here, there = context.Pipe()
+            process = context.Process(target=own_handlers, args=(there,))
+            process.start()
+            report(str(all(here.recv())))
+            process.join()
+            os.kill(server._forkserver_pid, signal.SIGTERM)
+            process = context.Process(target=own_handlers, args=(there,))
+            pid = server._forkserver_pid
+            process.start()
+            report(str(all(here.recv()) and server._forkserver_pid == pid))
+            process.join()
+        report(str(server._preload_modules == before))
+
+    child = Child(work)
+    assert [child.line() for _ in range(3)] == ["True"] * 3
+    assert child.join() == 0
+
+
+@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+def test_workers_that_begin_anew_pass_over_the_signals_of_all_that_are_open(tmp_path: Path, way: str) -> None:
+    """Such a worker has nothing of its trainer but what it is sent."""
+
+    def begun() -> tuple[Any, list[int]]:
+        data = Caught()
+        batches = iter(torch.utils.data.DataLoader(data, num_workers=1, batch_size=None, multiprocessing_context=way))
+        return batches, list(next(batches))
+
+    def work(report: Report) -> None:
+        worker = torch.utils.data._utils.worker
+        before = worker._worker_loop
+        with forebay.Checkpointer(tmp_path / "one", on_signal=["SIGUSR1"]):
+            with forebay.Checkpointer(tmp_path / "two", on_signal=["SIGUSR2"]):
+                _, (_, *signals) = begun()
+                # Torch itself has a handler for the last one in any worker.
+                assert signals == [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM]
+            batches, (pid, *signals) = begun()
+            assert signals == [signal.SIGUSR1, signal.SIGTERM]
+            subprocess.run(["kill", "-USR1", str(pid)], check=True)
+            wait_until(lambda: has_heard(pid))
+            assert is_running(pid)
+            os.kill(pid, signal.SIGUSR1)
+            wait_until(lambda: not is_running(pid))
+            del batches
+        assert worker._worker_loop is before
+        report("done")
+
+    child = Child(work)
+    assert child.line() == "done"
+    assert child.join() == 0
 
 
 def test_an_error_after_a_signal_is_seen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,11 +5,12 @@ die of that, and torch raises in the trainer before its next step, which is the 
 heed such a signal: they end when the trainer ends them, or is gone, as they see within seconds.
 
 Those that are forked have what is put into torch here. Those that are spawned begin anew, and know what they are sent: what they
-are to run, which puts it there first. A fork server is a process that this one knows too little of: it dies of the signal.
+are to run, which puts it there first. So do those of a fork server, which has to live on as well (`_serving.py`).
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
@@ -19,6 +20,10 @@ from . import _native
 _SIGNALS, _HANDLERS = "torch.utils.data._utils.signal_handling", "_set_worker_signal_handlers"
 _WORKER, _LOOP = "torch.utils.data._utils.worker", "_worker_loop"
 """What workers do, and what they do first: they have torch take signals over. Both by functions that are theirs alone."""
+
+
+_SERVING = "forebay._serving"
+"""What a fork server is to import."""
 
 
 class _Loop:
@@ -37,18 +42,22 @@ class _Loop:
     def __call__(self, *given: Any, **named: Any) -> Any:
         loop = self._before
         if loop is None:
+            trainer = multiprocessing.parent_process()
             loop = getattr(_imported(_WORKER), _LOOP)
-            _put(_SIGNALS, _HANDLERS, _heeding_parent(self._signals))
+            # Of a fork server the trainer is not the parent.
+            _put(_SIGNALS, _HANDLERS, _heeding_parent(self._signals, None if trainer is None else trainer.pid))
         return loop(*given, **named)
 
 
 def shield(signals: Sequence[int]) -> Callable[[], None]:
-    """Has workers that are forked or spawned from here on pass over `signals`; gives what ends that."""
+    """Has workers that are forked or spawned from here on pass over `signals`, and those of a fork server that does not run yet;
+    gives what ends that."""
     if "torch" not in sys.modules:
         return lambda: None
     ends = [
         _put(_SIGNALS, _HANDLERS, _heeding_parent(signals)),
         _put(_WORKER, _LOOP, lambda before: _Loop(signals, before)),
+        _preload(),
     ]
 
     def end() -> None:
@@ -58,13 +67,31 @@ def shield(signals: Sequence[int]) -> Callable[[], None]:
     return end
 
 
-def _heeding_parent(signals: Sequence[int]) -> Callable[[Any], Any]:
-    """What takes signals over in a worker, of what did so before."""
+def _preload() -> Callable[[], None]:
+    """Has a fork server that is started from here on import what it lives on by; gives what ends that."""
+    server = getattr(_imported("multiprocessing.forkserver"), "_forkserver", None)
+    names = getattr(server, "_preload_modules", None)
+    if server is None or not isinstance(names, list):
+        # Another Python's is made in another way.
+        return lambda: None
+    server.set_forkserver_preload([*names, _SERVING])
+
+    def end() -> None:
+        rest = list(server._preload_modules)
+        if _SERVING in rest:
+            rest.remove(_SERVING)
+            server.set_forkserver_preload(rest)
+
+    return end
+
+
+def _heeding_parent(signals: Sequence[int], trainer: Optional[int] = None) -> Callable[[Any], Any]:
+    """What takes signals over in a worker, of what did so before; its trainer is its parent, or the process of that number."""
 
     def make(before: Any) -> Any:
         def begin(*given: Any) -> None:
             before(*given)
-            _native.heed_parent(list(signals))
+            _native.heed_parent(list(signals), trainer)
 
         return begin
 
