@@ -256,6 +256,7 @@ class Saver:
         now, later = Sources(), Sources()
         filled: list[int] = []
         kept: list[Any] = []
+        # Frozen ones as well, each time: of changes through `.data`, numpy, or another library's kernels torch counts none.
         for index, share in enumerate(shares):
             leaf, size = leaves[share.leaf], share_size(leaves[share.leaf], share.part)
             device = self._devices.find(leaf)
