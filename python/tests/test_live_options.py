@@ -139,6 +139,33 @@ def test_parameters_that_had_other_options_go_into_one_group_that_keeps_its_own(
         assert now["optim"].param_groups[0]["lr"] == 0.2 and same(moments(now), moments(was))
 
 
+def stages(names: Sequence[str], rate: float) -> dict[str, Any]:
+    torch.manual_seed(len(names))
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(6, 6) for name in names})
+    return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=rate)}
+
+
+def test_stages_that_had_other_options_go_into_one_group_that_keeps_its_own(tmp_path: Path) -> None:
+    """By names, from what two ranks saved."""
+
+    def save(rank: int) -> Any:
+        state = stages([str(rank)], 0.1 + rank)
+        state["model"][str(rank)](torch.ones(6)).sum().backward()
+        state["optim"].step()
+        with forebay.Checkpointer(tmp_path, rng=False) as checkpointer:
+            checkpointer.save_now(1, state)
+        return [value.tolist() for _, value in moments(state)]
+
+    one, two = run_ranks(2, save, with_gloo=False)
+    now = stages(["0", "1"], 0.5)
+    for chosen in ("saved", ["weight_decay"]):
+        with pytest.raises(forebay.CheckpointMismatch, match="no one group of options .* differ in 'lr'"):
+            restored(tmp_path, now, options=chosen)
+    restored(tmp_path, now, options="live")
+    assert now["optim"].param_groups[0]["lr"] == 0.5
+    assert [value.tolist() for _, value in moments(now)] == one + two
+
+
 def test_a_rate_that_is_a_tensor_stays_that_tensor_and_what_it_is(tmp_path: Path) -> None:
     """A captured graph reads it."""
     for beside in (True, False):

@@ -29,6 +29,9 @@ Known = Callable[[Any, Node, Path], Optional[tuple[str, Any]]]
 """How the state of a live object is taken, for which that node was saved at that place, and the state; None where nothing
 of it is wanted."""
 
+Keeps = Callable[[str], bool]
+"""Whether an optimizer keeps an option of that name, whatever was saved."""
+
 Groups = list[tuple[list[str], Node]]
 """Of each group of an optimizer the parameters' names and the options."""
 
@@ -39,40 +42,47 @@ _BY_NUMBER = "a number means another parameter on each rank: save the optimizer 
 _OWN = "leave it out with only=, or restore as many ranks with the parts that saved"
 
 
+def _keeps_none(option: str) -> bool:
+    return False
+
+
 def merged(trees: list[tuple[int, Node]], same: Same, first_counts: bool = False) -> tuple[Node, list[str]]:
     """One tree of those of several ranks, and where they differ. With `first_counts` the first one's stands there."""
     merger = _Merger(same, first_counts)
     return merger.merge(trees, "state"), merger.differing
 
 
-def asked(node: Node, live: Any, known: Known, left: list[Path], path: Path = ("state",)) -> Node:
-    """What a live state asks for of a tree, by its own names; what it leaves is noted in `left`."""
+def asked(
+    node: Node, live: Any, known: Known, left: list[Path], keeps: Keeps = _keeps_none, path: Path = ("state",)
+) -> Node:
+    """What a live state asks for of a tree, by its own names; what it leaves is noted in `left`. Options that optimizers keep may
+    have been any."""
     tag = tag_of(node)
     if tag == "object":
         if node["k"] not in ("module", "optimizer") or not is_stateful(live):
             return node
-        return {**node, "v": _asked_of_object(node["v"], known(live, node, path), left, path)}
+        return {**node, "v": _asked_of_object(node["v"], known(live, node, path), left, keeps, path)}
     if is_data(node):
         return node
     if pairs_of(node) is not None:
         if not isinstance(live, dict):
-            return _asked_of_object(node, known(live, node, path), left, path) if is_stateful(live) else node
+            return _asked_of_object(node, known(live, node, path), left, keeps, path) if is_stateful(live) else node
         groups = groups_of(node) if _has_groups(live) else None
         if groups is not None:
-            return _asked_of_optimizer(node, groups, live, left, path)
+            return _asked_of_optimizer(node, groups, live, left, _keeps_none, path)
         chosen = _chosen(node, live, left, path)
         items = []
         for key, value in node["v"]:
             if type(key) is not str:
                 items.append([key, value])
             elif key in chosen:
-                items.append([key, asked(value, live[chosen[key]], known, left, (*path, key))])
+                items.append([key, asked(value, live[chosen[key]], known, left, keeps, (*path, key))])
         return {**node, "v": items}
     parts = node if isinstance(node, list) else node["v"] if tag == "tuple" else []
     if not parts or not isinstance(live, (list, tuple)) or len(live) != len(parts):
         return node
     found = [
-        asked(part, value, known, left, (*path, index)) for index, (part, value) in enumerate(zip(parts, live))
+        asked(part, value, known, left, keeps, (*path, index)) for index, (part, value) in enumerate(zip(parts, live))
     ]
     return found if isinstance(node, list) else {**node, "v": found}
 
@@ -104,7 +114,9 @@ def _chosen(node: Node, names: Iterable[Any], left: list[Path], path: Path) -> d
     return chosen
 
 
-def _asked_of_object(node: Node, has: Optional[tuple[str, Any]], left: list[Path], path: Path) -> Node:
+def _asked_of_object(
+    node: Node, has: Optional[tuple[str, Any]], left: list[Path], keeps: Keeps, path: Path
+) -> Node:
     if has is None:
         return node
     kind, live = has
@@ -112,10 +124,12 @@ def _asked_of_object(node: Node, has: Optional[tuple[str, Any]], left: list[Path
         chosen = _chosen(node, live, left, path)
         return {**node, "v": [pair for pair in node["v"] if type(pair[0]) is not str or pair[0] in chosen]}
     groups = groups_of(node) if kind == "optimizer" else None
-    return node if groups is None else _asked_of_optimizer(node, groups, live, left, path)
+    return node if groups is None else _asked_of_optimizer(node, groups, live, left, keeps, path)
 
 
-def _asked_of_optimizer(node: Node, groups: Groups, live: Any, left: list[Path], path: Path) -> Node:
+def _asked_of_optimizer(
+    node: Node, groups: Groups, live: Any, left: list[Path], keeps: Keeps, path: Path
+) -> Node:
     """Its groups are the live ones: each gets the options that all of its parameters had."""
     holding: dict[str, list[int]] = {}
     for index, (names, _) in enumerate(groups):
@@ -130,7 +144,7 @@ def _asked_of_optimizer(node: Node, groups: Groups, live: Any, left: list[Path],
         # One without parameters has no names; its options change nothing.
         among = [index for name in names for index in holding[name]] or ([number] if number < len(groups) else [])
         options = [groups[index][1] for index in dict.fromkeys(among)]
-        differing = {differing_option(options[0], other, lambda *_: False) for other in options[1:]} - {None}
+        differing = {differing_option(options[0], other, lambda *_: False, keeps) for other in options[1:]} - {None}
         if not options or differing:
             what = ", ".join(map(repr, names[:5])) or "no parameters"
             what += f": they differ in {', '.join(map(repr, sorted(filter(None, differing))))}" if differing else ""
@@ -308,12 +322,10 @@ def same_nodes(one: Node, other: Node, same: Same) -> bool:
     return True
 
 
-def differing_option(
-    one: Node, other: Node, same: Same, leaves: Callable[[str], bool] = lambda name: False
-) -> Optional[str]:
-    """The first option of two groups that is not the same, if any, and not left as it is; 0 and 0.0 are."""
+def differing_option(one: Node, other: Node, same: Same, keeps: Keeps = _keeps_none) -> Optional[str]:
+    """The first option of two groups that is not the same, if any, and that an optimizer does not keep; 0 and 0.0 are."""
     options, others = ({str(key): value for key, value in group["v"]} for group in (one, other))
-    for key in (name for name in [*options, *others] if not leaves(name)):
+    for key in (name for name in [*options, *others] if not keeps(name)):
         if key not in options or key not in others:
             return key
         if options[key] != others[key] and not same_nodes(options[key], others[key], same):

@@ -87,7 +87,7 @@ class Placer:
         node = self._as_called(node)
         if left is not None:
             self._match_all(node, "")
-            node = asked(node, self._state, self._known, left)
+            node = asked(node, self._state, self._known, left, self._choice.keeps_option)
         node = fitted(node, self._state, self._names_of, self._choice.strict)
         # A tensor or object at the root is its own place; anything immutable there could not be replaced.
         if self._place(node, self._state, "state", "") is not None:
@@ -100,7 +100,7 @@ class Placer:
         node = self._as_called(node)
         if left is not None:
             self._match_all(node["v"] if node["t"] == "object" else node, "")
-            node = asked(node, self._state, self._known, left, ("model",))
+            node = asked(node, self._state, self._known, left, path=("model",))
         tree = node["v"] if node["t"] == "object" else fitted(node, self._state, self._names_of, self._choice.strict)
         self._give(self._place_module(tree, self._state, "model", ""), self._state, "module", "model")
         self._check_matched()
