@@ -9,6 +9,7 @@ mod write;
 mod juicefs;
 mod memory;
 mod checkpoint;
+mod ranks;
 mod hosts;
 mod peers;
 mod joined;
@@ -35,6 +36,7 @@ pub const SCENARIOS: &[Scenario] = &[
     Scenario { name: "write", run: write::run },
     Scenario { name: "cache", run: cache::run },
     Scenario { name: "checkpoint", run: checkpoint::run },
+    Scenario { name: "ranks", run: ranks::run },
     Scenario { name: "hosts", run: hosts::run },
     Scenario { name: "peers", run: peers::run },
     Scenario { name: "joined", run: joined::run },
