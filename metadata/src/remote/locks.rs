@@ -341,10 +341,27 @@ async fn ask_in_turn(
         Err(error) => Err(error),
     };
     // What nobody hears is dropped, and undone.
-    drop(tell.send(outcome));
+    if let (Err(Ok((LockAnswer::Waits, _))), Asking::Wait(ticket)) = (tell.send(outcome), asking) {
+        // Who gave up may have left before this was asked.
+        let _ = shared.link.tell_while(|| true, Request::Leave(ino, ticket));
+    }
 }
 
 fn lost() -> Error {
     let fact = "this mount was cut off from who serves the tree for so long that what was locked is another host's, or may be";
     Error::new(ErrorKind::Unavailable, fact).with_hint("close the file, and lock it anew")
+}
+
+/// How tests come between what is done here.
+#[cfg(test)]
+impl super::RemoteTree {
+    /// Whether somebody changes the locks of a file.
+    pub(crate) fn is_at_locks(&self, ino: InodeId) -> bool {
+        self.shared.locks.files.lock().get(&ino).is_some_and(|file| file.turn.try_lock().is_err())
+    }
+
+    /// Has whoever asks for a lock stop in its turn, before it asks, until this is dropped.
+    pub(crate) fn hold_up_locks(&self) -> impl Drop {
+        self.shared.locks.lost.lock()
+    }
 }

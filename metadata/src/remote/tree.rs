@@ -52,7 +52,7 @@ pub struct RemoteParts {
 /// waits up to the deadline.
 #[derive(Debug)]
 pub struct RemoteTree {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     rng: Rng,
     tasks: TaskGroup,
 }

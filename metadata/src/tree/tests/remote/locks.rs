@@ -1,5 +1,7 @@
 //! Advisory locks of several mounts of one tree.
 
+use futures::poll;
+
 use super::*;
 use crate::remote::RemoteTree;
 use crate::tree::{Blocker, Lock, LockAnswer, LockKind, LockRange};
@@ -111,6 +113,31 @@ async fn a_lock_is_handed_to_who_waits_for_it_and_to_nobody_who_gave_up() {
         }
     }
     end(&[&one, &other], served).await;
+}
+
+/// Who gave it up had left by then: nobody ended that wait, and all others were kept out until it lapsed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_wait_that_is_given_up_before_it_is_asked_for_keeps_nobody_out() {
+    let site = Site::new(Kind::Memory).await;
+    let served = site.serve().await;
+    let guest = site.join().await;
+    let file = create(&guest, "a").await;
+    assert!(is_granted(&*served.tree, file, whole(1)).await);
+    {
+        let mut waiting = guest.lock(file, whole(1), true);
+        let held_up = guest.hold_up_locks();
+        assert!(poll!(&mut waiting).is_pending());
+        while !guest.is_at_locks(file) {
+            std::thread::yield_now();
+        }
+        drop(waiting);
+        drop(held_up);
+    }
+    // In their turns, and on one stream.
+    unlock(&guest, file, 2).await;
+    unlock(&*served.tree, file, 1).await;
+    assert!(is_granted(&guest, file, whole(2)).await);
+    end(&[&guest], served).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
