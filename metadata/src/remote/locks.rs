@@ -10,8 +10,11 @@ use std::sync::Arc;
 
 use forebay_core::{Error, ErrorKind, InodeId, Result};
 use forebay_io::task::TaskGroup;
+use futures::FutureExt;
+use futures::future::{BoxFuture, ready};
 use parking_lot::Mutex;
 use tokio::sync::{OwnedMutexGuard, oneshot};
+use tokio::task::unconstrained;
 use tokio::time::{sleep, timeout};
 
 use super::link::closed;
@@ -130,6 +133,15 @@ impl Turn {
         let mut own = Self { shared, ino, file: Some(file), turn: None };
         own.turn = Some(waiting.await);
         own
+    }
+
+    /// The same with a place in the line from now on, whenever it is waited for.
+    fn enter(shared: Arc<Shared>, ino: InodeId) -> BoxFuture<'static, Self> {
+        let mut turn = unconstrained(Self::take(shared, ino)).boxed();
+        match turn.as_mut().now_or_never() {
+            Some(turn) => ready(turn).boxed(),
+            None => turn,
+        }
     }
 
     fn file(&self) -> &LockedFile {
@@ -274,9 +286,10 @@ impl Shared {
             return if is_lost { Err(lost()) } else { Ok(()) };
         }
         let (tell, told) = oneshot::channel();
-        let shared = self.clone();
+        // What its owner locks next comes after this.
+        let turn = Turn::enter(self.clone(), ino);
         tasks.spawn("unlock", async move {
-            let turn = Turn::take(shared, ino).await;
+            let turn = turn.await;
             let unlocked = turn.unlock(owner, range).await;
             drop(turn);
             // Nobody waits for it where nobody serves the tree.

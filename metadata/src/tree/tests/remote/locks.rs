@@ -140,6 +140,33 @@ async fn a_wait_that_is_given_up_before_it_is_asked_for_keeps_nobody_out() {
     end(&[&guest], served).await;
 }
 
+/// The unlock, which nobody waits for while the tree is not served, came after it, and took it away.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn what_is_locked_again_while_nobody_serves_the_tree_stays_locked() {
+    let site = Site::new(Kind::Memory).await;
+    let served = site.serve().await;
+    let [one, other] = [site.join().await, site.join().await].map(Arc::new);
+    let file = create(&*one, "a").await;
+    assert!(is_granted(&*one, file, whole(1)).await);
+    one.sync().await.expect("synced");
+    let address = std::mem::take(&mut *site.address.lock());
+    served.server.cut();
+    until("the cut", async || one.reached().is_none() && other.reached().is_none()).await;
+    let (asked, program) = (one.requests(), one.clone());
+    // Of what is begun there the last comes first: the one thread is at it.
+    let locked = served.tasks.spawn("program", async move {
+        unlock(&*program, file, 1).await;
+        is_granted(&*program, file, whole(1)).await
+    });
+    until("its asking", async || one.requests() > asked).await;
+    *site.address.lock() = address;
+    assert!(locked.await.expect("no panic"));
+    // Behind whatever is to be done there.
+    unlock(&*one, file, 2).await;
+    assert!(!is_granted(&*other, file, whole(2)).await);
+    end(&[&one, &other], served).await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_takes_the_tree_over_has_the_locks_of_its_mounts_before_any_other() {
     let site = Site::new(Kind::Memory).await;
