@@ -177,7 +177,7 @@ async fn a_file_that_is_closed_while_nobody_hears_it_is_closed_later() {
     let mut site = Site::new(Kind::Memory).await;
     let served = site.serve().await;
     let patient = site.join().await;
-    site.deadline = Duration::from_millis(300);
+    site.deadline = Duration::from_secs(1);
     let guest = site.join().await;
     let file = create(&patient, "a").await;
     guest.opened(file).await.expect("opened");
@@ -205,7 +205,7 @@ async fn a_file_whose_opening_was_given_up_is_not_open() {
     let (mut site, faults) = (Site::new(Kind::Memory).await, Faults::new());
     let served = site.serve_over(Some(site.world.bucket().with_faults(&faults))).await;
     let patient = site.join().await;
-    site.deadline = Duration::from_millis(300);
+    site.deadline = Duration::from_secs(1);
     let guest = site.join().await;
     // The answer comes late, or by another way.
     for (opens, is_cut) in [(false, false), (true, false), (true, true)] {
