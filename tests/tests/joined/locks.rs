@@ -1,9 +1,11 @@
 //! Locks that programs on several hosts take.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Lines, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
 
 use forebay_tests::process::start;
 use forebay_tests::{Mount, require_fuse, shell};
@@ -47,10 +49,13 @@ for line in sys.stdin:
     print(said, flush=True)
 "#;
 
+/// How long what is to come is waited for.
+const PATIENCE: Duration = Duration::from_secs(120);
+
 struct Program {
     process: Child,
     tells: ChildStdin,
-    says: Lines<BufReader<ChildStdout>>,
+    says: Receiver<String>,
 }
 
 impl Program {
@@ -59,7 +64,10 @@ impl Program {
         command.args(["-c", PROGRAM]).current_dir(folder).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut process = start(&mut command).expect("python3 starts");
         let tells = process.stdin.take().expect("piped");
-        let says = BufReader::new(process.stdout.take().expect("piped")).lines();
+        let said = BufReader::new(process.stdout.take().expect("piped")).lines();
+        let (say, says) = channel();
+        // Until it ends, or nobody listens.
+        std::thread::spawn(move || said.map_while(Result::ok).try_for_each(|line| say.send(line)));
         Self { process, tells, says }
     }
 
@@ -67,10 +75,12 @@ impl Program {
         writeln!(self.tells, "{call}").expect("it listens");
     }
 
+    #[track_caller]
     fn said(&mut self) -> String {
-        self.says.next().expect("it goes on").expect("text")
+        self.says.recv_timeout(PATIENCE).expect("it says something")
     }
 
+    #[track_caller]
     fn ask(&mut self, call: &str) -> String {
         self.tell(call);
         self.said()
@@ -175,6 +185,8 @@ fn what_a_program_of_one_host_locks_no_program_of_another_does() {
         holder.kill();
         wait_for("the end of a lock", || other.ask("flock(f, EX | NB)") == "None");
         beside.check("flock(f, EX | NB)", "EAGAIN");
+        // So that nobody has it when the others come, whatever a process's end takes.
+        other.check("flock(f, UN)", "None");
     }
 }
 
@@ -218,13 +230,22 @@ fn a_program_waits_for_what_another_host_has_locked_until_it_is_free_or_it_is_se
             next.check(take, "None");
             next.check(end, "None");
         }
-        // Two that wait for each other.
+        // Of two that wait for each other one is told: mostly the one that the kernel hears last.
         holder.check("lock(f, WR)", "None");
         waiter.check("lock(g, WR)", "None");
         waiter.begin("wait(f, WR)");
-        holder.check("wait(g, WR)", "EDEADLK");
-        holder.check("lock(f, fcntl.F_UNLCK)", "None");
-        assert_eq!(waiter.said(), "None");
+        holder.tell("wait(g, WR)");
+        let (mut held, mut told) = ([(&mut holder, "f"), (&mut waiter, "g")], None);
+        wait_for("the end of a wait", || {
+            told = held
+                .iter()
+                .position(|(program, _)| program.says.try_recv().is_ok_and(|said| said == "EDEADLK"));
+            told.is_some()
+        });
+        held.rotate_left(told.expect("one of them"));
+        let [(told, file), (other, _)] = held;
+        told.check(&format!("lock({file}, fcntl.F_UNLCK)"), "None");
+        assert_eq!(other.said(), "None");
     }
 }
 
@@ -322,7 +343,7 @@ fn numbers_that_programs_on_two_hosts_count_up_in_turns_lose_none() {
 const INSERT: &str = r#"
 import sqlite3, sys
 rows, writer = int(sys.argv[1]), int(sys.argv[2])
-db = sqlite3.connect("rows.db", timeout=120, isolation_level=None)
+db = sqlite3.connect("rows.db", timeout=600, isolation_level=None)
 for number in range(rows):
     db.execute("BEGIN IMMEDIATE")
     (before,) = db.execute("SELECT count(*) FROM rows").fetchone()
@@ -334,7 +355,7 @@ db.close()
 const ROWS: &str = r#"
 python3 -c "
 import sqlite3
-db = sqlite3.connect('rows.db', timeout=120)
+db = sqlite3.connect('rows.db', timeout=600)
 assert db.execute('PRAGMA integrity_check').fetchall() == [('ok',)]
 rows = db.execute('SELECT writer, number FROM rows ORDER BY writer, number').fetchall()
 assert rows == [(writer, number) for writer in range(4) for number in range($1)], rows
@@ -349,7 +370,8 @@ fn sqlite_databases_take_rows_from_two_hosts_at_once() {
     if !require_fuse("sqlite_databases_take_rows_from_two_hosts_at_once") {
         return;
     }
-    const EACH: usize = 15;
+    // SQLite takes no turns: who waits is passed by, the longer the more others there are.
+    const EACH: usize = 8;
     let hosts = Hosts::of_folder();
     let mounts = two_mounts(&hosts);
     let make = "python3 -c \"import sqlite3; sqlite3.connect('rows.db').execute('CREATE TABLE rows(writer, number, place)')\"";
