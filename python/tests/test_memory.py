@@ -19,7 +19,7 @@ import torch
 import forebay
 from forebay import _errors
 
-from .conftest import arenas_of, leave_to_the_next_call
+from .conftest import PATIENCE_S, arenas_of, leave_to_the_next_call
 from .test_failures import begun, fail, mend, spoilt, state
 from .test_ranks import run_ranks
 
@@ -282,7 +282,7 @@ def test_closed_checkpointers_of_several_ranks_leave_no_sockets_and_no_threads(t
             seen.append(weakref.ref(checkpointer))
             del checkpointer, save
             # A thread ends once it has told the others that this one is gone.
-            deadline = time.monotonic() + 2
+            deadline = time.monotonic() + PATIENCE_S
             while left()[1] > 0 and time.monotonic() < deadline:
                 time.sleep(0.02)
             counts.append(left())
