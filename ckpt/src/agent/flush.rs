@@ -7,6 +7,7 @@ use forebay_core::{Error, ObjectKey, Result};
 use forebay_io::clock::{Clock, Moment};
 use forebay_io::object::{Bucket, Condition, Upload, UploadOptions};
 use futures::future::{FutureExt, OptionFuture};
+use tokio::sync::Mutex;
 
 use super::base::Base;
 use super::copy::Copy;
@@ -35,12 +36,24 @@ pub(super) struct Save {
     pub(super) local: Option<Copy>,
     /// The copy in another host's memory.
     pub(super) replica: Option<Copy>,
+    /// Whoever looks at the slot has this: a thread, which nothing ends before it is through.
+    pub(super) looking: Arc<Mutex<()>>,
 }
 
 impl Save {
+    /// One that is copied nowhere.
+    pub(super) fn new(held: Arc<Held>, source: Source, given: Given) -> Self {
+        Self { held, source, given, local: None, replica: None, looking: Arc::default() }
+    }
+
     /// The trainer's number for it.
     pub(super) fn number(&self) -> u64 {
         self.held.seal.save
+    }
+
+    /// Waits until nobody looks at the slot, also of those whom nobody waits for any more.
+    pub(super) async fn seen(&self) {
+        drop(self.looking.lock().await);
     }
 }
 
@@ -165,7 +178,7 @@ async fn borrow<'a>(
     }
     let wanted = (0..identities.len()).filter(|index| found.slices[*index].is_some()).collect();
     match &save.source {
-        Source::Slot(slot) => look_at(held, slot, wanted, identities).await?,
+        Source::Slot(slot) => look_at(save, slot, wanted, identities).await?,
         Source::Disk(disk) => {
             let seen = disk.read_through(held, wanted, None).await?;
             seen.into_iter().for_each(|(index, identity)| identities[index] = Some(identity));
@@ -181,12 +194,13 @@ async fn borrow<'a>(
 async fn send_and_look(
     upload: &mut Upload,
     file: &File,
-    Save { held, source, .. }: &Save,
+    save: &Save,
     identities: &mut [Option<Identity>],
 ) -> Result<()> {
-    match source {
+    let held = &save.held;
+    match &save.source {
         Source::Slot(slot) => {
-            let (sent, seen) = tokio::join!(send(upload, file, slot), look(held, slot, identities));
+            let (sent, seen) = tokio::join!(send(upload, file, slot), look(save, slot, identities));
             seen.and(sent)
         }
         Source::Disk(disk) => {
@@ -199,20 +213,24 @@ async fn send_and_look(
 }
 
 /// Looks at the slices whose identities are not known yet.
-async fn look(held: &Arc<Held>, slot: &Bytes, identities: &mut [Option<Identity>]) -> Result<()> {
+async fn look(save: &Save, slot: &Bytes, identities: &mut [Option<Identity>]) -> Result<()> {
     let unknown = (0..identities.len()).filter(|index| identities[*index].is_none()).collect();
-    look_at(held, slot, unknown, identities).await
+    look_at(save, slot, unknown, identities).await
 }
 
 async fn look_at(
-    held: &Arc<Held>,
+    save: &Save,
     slot: &Bytes,
     wanted: Vec<usize>,
     identities: &mut [Option<Identity>],
 ) -> Result<()> {
-    let (held, slot) = (held.clone(), slot.clone());
-    let seen =
-        forebay_io::task::blocking(move || inspect(&held.seal, &slot, &wanted).map(|seen| (wanted, seen)));
+    let (held, slot, looking) = (save.held.clone(), slot.clone(), save.looking.clone().lock_owned().await);
+    let seen = forebay_io::task::blocking(move || {
+        let seen = inspect(&held.seal, &slot, &wanted).map(|seen| (wanted, seen));
+        drop(slot);
+        drop(looking);
+        seen
+    });
     let (wanted, seen) = seen.await.map_err(|error| error.context("hash a shard")).flatten()?;
     wanted.into_iter().zip(seen).for_each(|(index, identity)| identities[index] = Some(identity));
     Ok(())

@@ -247,6 +247,7 @@ impl Flusher {
             () = trainer.abandoned(|abandoned| abandoned == save) => None,
             done = async { tokio::join!(flushed, replicated) } => Some(done),
         };
+        sealed.seen().await;
         let Some(((settled, is_published, at_us), ())) = done else {
             self.leave_notes(&sealed, &progress);
             return tell_abandoned(&trainer, sealed);

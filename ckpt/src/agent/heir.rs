@@ -130,9 +130,7 @@ impl<'a> Heir<'a> {
             return Ok(true);
         }
         let shard = Bytes::from_owner(memory.map_read(0..held.seal.size as usize)?);
-        let given = Given::Left;
-        let part =
-            Save { held: Arc::new(held), source: Source::Slot(shard), given, local: None, replica: None };
+        let part = Save::new(Arc::new(held), Source::Slot(shard), Given::Left);
         let mut alive = Alive::new(leave.clock.clone(), bucket.clone(), save.clone(), rank);
         alive.tell().await;
         let work = async {

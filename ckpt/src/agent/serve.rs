@@ -250,7 +250,8 @@ impl Desk {
             }
         }
         let replica = self.replicate(&held);
-        self.pass_on(Work::Save(Save { held, source: Source::Slot(slot), given, local, replica }))?;
+        let sealed = Save::new(held, Source::Slot(slot), given);
+        self.pass_on(Work::Save(Save { local, replica, ..sealed }))?;
         self.trainer.tell(&Reply::Sealed { save, at_us: now_us(&Clock::system()) });
         Ok(())
     }

@@ -85,3 +85,44 @@ async fn what_a_job_went_back_from_is_let_go_of_while_the_store_is_away() {
         assert_eq!(verify(&plain, None, &|_| {}).await.expect("verify"), []);
     }
 }
+
+/// It was told while a thread still looked at the slot, which is the trainer's from then on.
+#[test]
+fn who_looks_at_a_slot_is_waited_for_before_it_is_let_go_of() {
+    // Whoever is to look stands in line for the one thread that there is.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(1).build();
+    runtime.expect("a runtime").block_on(async {
+        let (plain, faults) = (Bucket::in_memory(), Faults::new());
+        let bucket = plain.with_faults(&faults).with_deadline_ms(0);
+        let run = begin_run(&plain, start()).await.expect("run");
+        let (trainer, mut listener) = trainer();
+        let mut agent = flusher(&bucket, &run, trainer.clone());
+        let (save, slot) = watched(sealed(1, 1000));
+        trainer.begin(1, &[1], None);
+        faults.set_down(true);
+        let (release, released) = std::sync::mpsc::channel::<()>();
+        let taken = tokio::task::spawn_blocking(move || released.recv());
+        let going_back = async {
+            while !matches!(heard(&mut listener).await, Reply::Warning { .. }) {}
+            trainer.begin_anew(&[1]);
+            for _ in 0..1000 {
+                tokio::task::yield_now().await;
+                assert!(!listener.readable(Duration::ZERO).expect("look"), "it is looked at yet");
+            }
+            release.send(()).expect("it waits");
+            taken.await.expect("join").expect("released");
+            assert!(matches!(heard(&mut listener).await, Reply::Failed { save: 1, .. }));
+            assert_eq!(Arc::strong_count(&slot), 1, "nothing reads it");
+        };
+        tokio::join!(agent.settle(save), going_back);
+    });
+}
+
+/// What a trainer hears next.
+async fn heard(listener: &mut FdStream) -> Reply {
+    while !listener.readable(Duration::ZERO).expect("look") {
+        tokio::task::yield_now().await;
+    }
+    let (frame, _) = listener.receive().expect("receive").expect("a reply");
+    serde_json::from_slice(&frame).expect("parse")
+}

@@ -50,7 +50,7 @@ pub(super) fn part_of(name: &str, (save, step): (u64, u64), fills: &[u8], own: R
     let tensors = vec![Tensor { name: name.into(), dtype: "uint8".into(), shape, slices }];
     let seal = Seal::of_test(save, step, &slot, HEADER, tensors);
     let held = Arc::new(Held::new(start().nonce, 0, 1, seal));
-    Save { held, source: Source::Slot(slot.into()), given: Given::First, local: None, replica: None }
+    Save::new(held, Source::Slot(slot.into()), Given::First)
 }
 
 pub(super) fn state(step: u64, fills: &[u8]) -> Save {

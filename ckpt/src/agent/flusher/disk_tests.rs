@@ -31,7 +31,7 @@ pub(super) async fn left_on(disk: &Bucket, save: &Save) -> Save {
     assert!(local.put(&save.held, &slot_of(save), || true).await.expect("put"));
     let (held, shard) = local.part(&save.held.name(), *rank, *world_size).await.expect("a part");
     let source = Source::Disk(source::Disk::new(shard, Clock::system()));
-    Save { held: Arc::new(held), source, given: Given::Left, local: None, replica: None }
+    Save::new(Arc::new(held), source, Given::Left)
 }
 
 /// What the trainer heard: saves with a copy, saves without, warnings.

@@ -50,9 +50,7 @@ impl Flusher {
         let flushed = match part {
             Ok((held, shard)) => {
                 let source = Source::Disk(Disk::new(shard, self.clock.clone()));
-                let save =
-                    Save { held: Arc::new(held), source, given: Given::Left, local: None, replica: None };
-                heir.flush(&save).await
+                heir.flush(&Save::new(Arc::new(held), source, Given::Left)).await
             }
             Err(error) => heir.open().await.and(Err(error)),
         };

@@ -50,7 +50,7 @@ pub(super) fn sealed(step: u64, length: usize) -> Save {
     let tensors = vec![Tensor { name: "t".into(), dtype, shape, slices: vec![slice] }];
     let seal = Seal::of_test(step, step, &slot, header, tensors);
     let held = Arc::new(Held::new(start().nonce, 0, 1, seal));
-    Save { held, source: Source::Slot(slot.into()), given: Given::First, local: None, replica: None }
+    Save::new(held, Source::Slot(slot.into()), Given::First)
 }
 
 /// Has a save be one of another seal.
