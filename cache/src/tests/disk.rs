@@ -25,7 +25,9 @@ pub(super) fn temporary() -> TempDir {
 pub(super) fn settings(directory: &Path, disk_bytes: u64) -> CacheSettings {
     let disk_bytes = Some(disk_bytes);
     let directory = Some(directory.to_owned());
-    CacheSettings { memory_bytes: 17 * MIB, directory, disk_bytes, ..CacheSettings::default() }
+    // What is kept is not to depend on how full the disk of this machine is.
+    let free_bytes = Some(0);
+    CacheSettings { memory_bytes: 17 * MIB, directory, disk_bytes, free_bytes, ..CacheSettings::default() }
 }
 
 /// Block files, without the lock.

@@ -71,6 +71,7 @@ impl Cluster {
         CacheSettings {
             memory_bytes: 256 * MIB,
             disk_bytes: Some(256 * MIB),
+            free_bytes: Some(0),
             peers,
             ..CacheSettings::default()
         }

@@ -82,7 +82,8 @@ pub(crate) struct Fixture {
 impl Fixture {
     pub(crate) fn new(bucket: Bucket) -> Self {
         let write = WriteSettings { buffer_bytes: MIB, ..WriteSettings::default() };
-        let cache = CacheSettings { memory_bytes: 64 * MIB, ..CacheSettings::default() };
+        // Where it has a disk, what is kept there is not to depend on how full that is.
+        let cache = CacheSettings { memory_bytes: 64 * MIB, free_bytes: Some(0), ..CacheSettings::default() };
         let (store, budget) = (MemStore::default(), Budget::new(64 * MIB));
         let (clock, writeback) = (Clock::system(), None);
         let (tree_in_bucket, is_unlucky, part_copy, lapsed) = (false, false, true, Arc::default());
