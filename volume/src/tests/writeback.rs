@@ -358,7 +358,8 @@ fn a_file_that_a_sync_did_not_wait_for_comes_to_its_path() {
         let bucket = Bucket::in_memory().with_faults(&faults).with_deadline_ms(30);
         let mut fixture = Fixture::new(bucket).writing_back(LATER);
         fixture.clock = Clock::manual();
-        fixture.write.deadline_ms = 3_600_000;
+        // The clock goes on a second for each millisecond that this takes.
+        fixture.write.deadline_ms = 36_000_000;
         let volume = fixture.open().await;
         let (size, half) = (2 * fixture.write.buffer_bytes, fixture.write.buffer_bytes);
         // In two pieces.
@@ -536,7 +537,7 @@ fn syncing_a_file_is_one_put_of_the_tree() {
         let volume = fixture.open().await;
         write(&volume, "first", pattern(1, 0..KIB)).await;
         volume.sync().await.expect("sync");
-        let before = fixture.bucket.counters();
+        let (before, begun) = (fixture.bucket.counters(), std::time::Instant::now());
         for number in 0..5 {
             let file = create(&volume, &format!("f{number}")).await;
             file.write(0, pattern(number, 0..100 * KIB)).await.expect("write");
@@ -545,7 +546,9 @@ fn syncing_a_file_is_one_put_of_the_tree() {
         }
         let asked = fixture.bucket.counters().since(&before);
         let (requests, bytes) = puts(&asked);
-        assert!(requests <= 6 && bytes < 20 * KIB, "5 batches of the tree: {asked:?}");
+        // The tree writes by itself each second what nobody waits for.
+        let most = 6 + 2 * begun.elapsed().as_secs();
+        assert!(requests <= most && bytes < 20 * KIB, "5 batches of the tree: {asked:?}");
         drain(&volume).await;
         volume.close().await.expect("close");
     });
