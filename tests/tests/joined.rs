@@ -77,7 +77,8 @@ impl Hosts {
 fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     let began = Instant::now();
     while !done() {
-        assert!(began.elapsed() < Duration::from_secs(60), "it never came: {what}");
+        // Twice as long as a mount may come back that was cut off in the middle of a word.
+        assert!(began.elapsed() < Duration::from_secs(120), "it never came: {what}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }
