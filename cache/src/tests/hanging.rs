@@ -105,13 +105,13 @@ fn while_no_block_is_taken<T>(node: &Node, checks: impl Future<Output = T>) -> T
     })
 }
 
-/// A cache that gives its disk 100 ms, 600 ms for what is written, and blocks, the first of which is pinned.
+/// A cache that gives its disk 400 ms, 2.4 s for what is written, and blocks, the first of which is pinned.
 async fn impatient(world: &World, directory: &Path) -> (Arc<Node>, Vec<BlockKey>) {
     let mut keys = Vec::new();
     for index in 0..100 {
         keys.push(world.put(&format!("blob-{index}"), 100 * KIB).await.name.block(0));
     }
-    let node = world.open(CacheSettings { disk_deadline_ms: 100, ..settings(directory, 64 * MIB) }).await;
+    let node = world.open(CacheSettings { disk_deadline_ms: 400, ..settings(directory, 64 * MIB) }).await;
     node.fill(&keys[0], true).await.expect("it works");
     (node, keys)
 }
