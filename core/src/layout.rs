@@ -3,7 +3,7 @@
 //! A layout maps file offsets to bytes of blobs, inline bytes, or zeros. Everything that changes which bytes a
 //! file has is an edit of this list; everything that reads a file cuts it into pieces.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
@@ -192,6 +192,16 @@ impl FileLayout {
     /// Every blob that some extent lies in, in file order, repeats included.
     pub fn blobs(&self) -> impl Iterator<Item = &Blob> {
         self.extents.iter().filter_map(Extent::blob)
+    }
+
+    /// Those of them at `keys`. Looks at those extents alone that lie beside one of these.
+    pub fn blobs_at(&self, keys: &BTreeSet<&str>) -> impl Iterator<Item = &Blob> {
+        self.extents.blobs_at(keys)
+    }
+
+    /// The plain objects that some extent lies in, some repeats included. Looks at extents that are new to it alone.
+    pub fn plain_objects(&self) -> impl Iterator<Item = &Blob> {
+        self.extents.plain_objects()
     }
 
     /// The same bytes from other blobs: each blob for which `other` names one, of the same size, is replaced.

@@ -4,9 +4,11 @@
 //! of bounded length: an edit moves what is in one chunk, a copy of the list is one of handles, what two lists share is passed
 //! over at once, and sums are kept as they change.
 
+use std::collections::BTreeSet;
 use std::fmt;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use serde::ser::SerializeSeq;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -26,10 +28,20 @@ pub struct Extents {
 }
 
 /// What copies of a list share.
-#[derive(Clone, Default)]
+#[derive(Default)]
 pub(super) struct Chunk {
     extents: Vec<Extent>,
     sums: Sums,
+    /// Found out when somebody asks, once for all copies.
+    blobs: OnceLock<Blobs>,
+}
+
+/// Which blobs the extents of a chunk lie in, so that who looks for some reads no chunk that has none of them.
+struct Blobs {
+    /// The hashes of their keys, in order, each once.
+    keys: Box<[u64]>,
+    /// The plain objects among them, each once.
+    plain: Box<[Blob]>,
 }
 
 /// Sums over extents. Those of a list that was not checked yet may overflow.
@@ -78,9 +90,56 @@ impl Sums {
     }
 }
 
+impl Blobs {
+    fn of(extents: &[Extent]) -> Self {
+        let (mut keys, mut plain) = (Vec::new(), Vec::<Blob>::new());
+        for blob in extents.iter().filter_map(Extent::blob) {
+            keys.push(hash(blob.key.as_str()));
+            if !blob.is_owned() && !plain.contains(blob) {
+                plain.push(blob.clone());
+            }
+        }
+        keys.sort_unstable();
+        keys.dedup();
+        Self { keys: keys.into(), plain: plain.into() }
+    }
+
+    /// Whether some of these may be among `others`, which are in order as well.
+    fn meet(&self, others: &[u64]) -> bool {
+        let (few, many) =
+            if self.keys.len() < others.len() { (&self.keys[..], others) } else { (others, &self.keys[..]) };
+        few.iter().any(|key| many.binary_search(key).is_ok())
+    }
+}
+
+/// The same for one key in all chunks. That two keys share one costs a look.
+fn hash(key: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    key.hash(&mut hasher);
+    hasher.finish()
+}
+
+impl Clone for Chunk {
+    fn clone(&self) -> Self {
+        // It is about to be changed.
+        Self { extents: self.extents.clone(), sums: self.sums, blobs: OnceLock::new() }
+    }
+}
+
 impl Chunk {
     fn new(extents: Vec<Extent>) -> Self {
-        Self { sums: Sums::of(&extents), extents }
+        Self { sums: Sums::of(&extents), extents, blobs: OnceLock::new() }
+    }
+
+    /// The chunk for one list alone, to be changed.
+    fn of_one(chunk: &mut Arc<Self>) -> &mut Self {
+        let chunk = Arc::make_mut(chunk);
+        chunk.blobs.take();
+        chunk
+    }
+
+    fn blobs(&self) -> &Blobs {
+        self.blobs.get_or_init(|| Blobs::of(&self.extents))
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &Extent> {
@@ -118,6 +177,21 @@ impl Extents {
     pub fn inline(&self) -> impl Iterator<Item = &Extent> {
         let chunks = self.chunks.iter().filter(|chunk| chunk.has_inline());
         chunks.flat_map(|chunk| chunk.iter()).filter(|extent| matches!(extent.source, Source::Inline(_)))
+    }
+
+    /// The blobs at `keys` that they lie in, repeats included. Takes as long as there are chunks, and extents in those that have
+    /// some of these.
+    pub(super) fn blobs_at(&self, keys: &BTreeSet<&str>) -> impl Iterator<Item = &Blob> {
+        let mut hashes: Vec<u64> = keys.iter().map(|key| hash(key)).collect();
+        hashes.sort_unstable();
+        let chunks = self.chunks.iter().filter(move |chunk| chunk.blobs().meet(&hashes));
+        let blobs = chunks.flat_map(|chunk| chunk.iter()).filter_map(Extent::blob);
+        blobs.filter(|blob| keys.contains(blob.key.as_str()))
+    }
+
+    /// The plain objects that they lie in, some repeats included. Takes as long as there are chunks.
+    pub(super) fn plain_objects(&self) -> impl Iterator<Item = &Blob> {
+        self.chunks.iter().flat_map(|chunk| &chunk.blobs().plain[..])
     }
 
     /// Copies of all of them.
@@ -246,7 +320,7 @@ impl Extents {
         if range.is_empty() && with.is_empty() {
             return;
         }
-        let chunk = Arc::make_mut(&mut self.chunks[chunk]);
+        let chunk = Chunk::of_one(&mut self.chunks[chunk]);
         let (less, more) = (Sums::of(&chunk.extents[range.clone()]), Sums::of(&with));
         chunk.extents.splice(range, with);
         for sums in [&mut chunk.sums, &mut self.sums] {
@@ -263,7 +337,7 @@ impl Extents {
             self.join_before(chunk);
         } else if length > MOST {
             let kept = if chunk + 1 == self.chunks.len() { MOST } else { length / 2 };
-            let cut = Arc::make_mut(&mut self.chunks[chunk]);
+            let cut = Chunk::of_one(&mut self.chunks[chunk]);
             let rest = Chunk::new(cut.extents.split_off(kept));
             cut.sums.take(rest.sums);
             self.chunks.insert(chunk + 1, Arc::new(rest));
@@ -279,7 +353,7 @@ impl Extents {
         let Some([one, next]) = self.chunks.get(left..=right) else { return };
         if one.extents.len() + next.extents.len() <= MOST / 2 {
             let next = self.chunks.remove(right);
-            let one = Arc::make_mut(&mut self.chunks[left]);
+            let one = Chunk::of_one(&mut self.chunks[left]);
             one.extents.extend_from_slice(&next.extents);
             one.sums.add(next.sums);
         }
@@ -292,7 +366,7 @@ impl Extents {
         let continues = |last: &Extent| last.continues_into(&extent);
         match self.chunks.last_mut() {
             Some(chunk) if chunk.extents.last().is_some_and(continues) => {
-                let chunk = Arc::make_mut(chunk);
+                let chunk = Chunk::of_one(chunk);
                 if let Some(last) = chunk.extents.last_mut() {
                     last.length += extent.length;
                 }
@@ -300,7 +374,7 @@ impl Extents {
                 self.sums.count -= 1;
             }
             Some(chunk) if chunk.extents.len() < MOST => {
-                let chunk = Arc::make_mut(chunk);
+                let chunk = Chunk::of_one(chunk);
                 chunk.extents.push(extent);
                 chunk.sums.add(more);
             }
@@ -330,7 +404,7 @@ impl Extents {
         for chunk in
             self.chunks.iter_mut().filter(|chunk| chunk.iter().any(|extent| in_other(extent).is_some()))
         {
-            for extent in &mut Arc::make_mut(chunk).extents {
+            for extent in &mut Chunk::of_one(chunk).extents {
                 if let Source::Blob { blob, .. } = &mut extent.source
                     && let Some(new) = other(blob)
                 {
@@ -354,6 +428,10 @@ impl Extents {
         let mut sums = Sums::default();
         for chunk in &self.chunks {
             assert_eq!(chunk.sums, Sums::of(&chunk.extents));
+            if let Some(known) = chunk.blobs.get() {
+                let found = Blobs::of(&chunk.extents);
+                assert!(known.keys == found.keys && known.plain == found.plain, "blobs of before");
+            }
             assert!((1..=MOST).contains(&chunk.extents.len()), "{} extents", chunk.extents.len());
             sums.add(chunk.sums);
         }

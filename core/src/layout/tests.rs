@@ -1,5 +1,7 @@
 //! Layout edits against a plain array of bytes.
 
+use std::collections::HashSet;
+
 use super::*;
 use crate::{ObjectKey, Version};
 
@@ -165,8 +167,49 @@ fn edits_of_many_extents_agree_with_an_array() {
             let (of_old, of_new) = (before.extents().len() - old.len(), layout.extents().len() - new.len());
             assert_eq!(of_old, of_new, "seed {seed} step {step}: what is left is in both");
             assert_eq!(before.extents() == layout.extents(), old.is_empty() && new.is_empty());
+            if step % 5 == 0 {
+                check_blobs(&layout, &before, &format!("seed {seed} step {step}"));
+            }
         }
     }
+}
+
+/// Which blobs a layout has, and that it is asked as well for those of another.
+fn check_blobs(layout: &FileLayout, other: &FileLayout, what: &str) {
+    let all: HashSet<&Blob> = layout.blobs().collect();
+    let plain: HashSet<&Blob> = layout.plain_objects().collect();
+    assert_eq!(plain, all.iter().copied().filter(|blob| !blob.is_owned()).collect(), "{what}");
+    let keys: BTreeSet<&str> = other.blobs().map(|blob| blob.key.as_str()).step_by(3).collect();
+    let found: HashSet<&Blob> = layout.blobs_at(&keys).collect();
+    assert_eq!(found, all.into_iter().filter(|blob| keys.contains(blob.key.as_str())).collect(), "{what}");
+}
+
+#[test]
+fn blobs_are_found_by_their_keys() {
+    let number_of = |number: u64, extents: u64| {
+        let prefix = if number.is_multiple_of(50) { "" } else { Blob::OWNED_PREFIX };
+        let key = ObjectKey::new(format!("{prefix}{}", number % extents));
+        Blob { key, version: Version::new("v"), size: 1 }
+    };
+    let of = |extents: u64, blobs: u64| {
+        let mut layout = FileLayout::empty();
+        for number in 0..extents {
+            let source = Source::Blob { blob: number_of(number, blobs), offset: 0 };
+            layout.write(Extent { offset: 2 * number, length: 1, source });
+        }
+        layout
+    };
+    let (one, other) = (of(5_000, 5_000), of(3_000, 700));
+    check_blobs(&one, &other, "few of many");
+    check_blobs(&other, &one, "many of few");
+    check_blobs(&one, &FileLayout::empty(), "none");
+    check_blobs(&FileLayout::empty(), &one, "of none");
+    // A copy that is changed has its own, and the other one keeps its.
+    let mut changed = one.clone();
+    changed.write(Extent { offset: 5_000, length: 1, source: Source::Blob { blob: blob(77), offset: 0 } });
+    assert_eq!(changed.blobs_at(&BTreeSet::from(["77"])).count(), 1);
+    check_blobs(&changed, &one, "changed");
+    check_blobs(&one, &changed, "kept");
 }
 
 /// Each write into the middle of a database moved megabytes, and each commit copied them.
