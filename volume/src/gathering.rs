@@ -1,7 +1,7 @@
 //! Which short extents of an open file are put together. Pure: a layout in, a plan out.
 //!
-//! Each commit reads and compares all extents of its file, and without this their number would grow with every fsync until the
-//! last close, when the file is sealed.
+//! Without this their number would grow with every fsync until the last close, when the file is sealed: who reads the file asks for
+//! each of them, and who opens it reads all their records.
 
 use std::ops::Range;
 

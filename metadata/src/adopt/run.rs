@@ -208,7 +208,7 @@ impl Needs {
         let mut named = Vec::with_capacity(self.first.len());
         for (ino, (blob, why)) in self.first {
             let path = committer.read(move |view| {
-                let look = Look { view, keys };
+                let look = Look::plain(view, keys);
                 path_or_name(&look, &look.inode(ino)?)
             });
             let path = match path.await {

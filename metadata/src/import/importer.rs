@@ -232,7 +232,7 @@ impl Importer {
     async fn following(&self, ask: &Ask) -> Result<Option<(Vec<Bytes>, Vec<InodeId>)>> {
         let keys = self.0.shared.keys;
         let entries = self.0.committer.read(|view| {
-            let look = Look { view, keys };
+            let look = Look::plain(view, keys);
             look.entries(ask.parent, Some(&ask.after), AHEAD_SCAN)
         });
         let mut found = entries.await?;
@@ -381,7 +381,7 @@ impl Importer {
     async fn prefix_of(&self, directory: InodeId) -> Result<(Option<String>, bool)> {
         let keys = self.0.shared.keys;
         let state = self.0.committer.read(|view| {
-            let look = Look { view, keys };
+            let look = Look::plain(view, keys);
             look.directory(directory)?;
             look.import_state(directory)
         });
@@ -397,7 +397,7 @@ impl Importer {
     /// nothing is left.
     async fn empty(&self, parent: InodeId, name: Bytes, child: InodeId) -> Result<()> {
         let keys = self.0.shared.keys;
-        let known = self.0.committer.read(|view| Look { view, keys }.has_entries(child)).await?;
+        let known = self.0.committer.read(|view| Look::plain(view, keys).has_entries(child)).await?;
         if known {
             // A directory below, never one above: this ends at the leaves.
             let outcome = self.flight(child).outcome.await;

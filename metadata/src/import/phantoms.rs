@@ -36,7 +36,8 @@ impl Phantoms<'_> {
         let prefix = prefix_with_slash(prefix);
         let names = &listing.directories;
         let keys = self.keys;
-        let suspects = self.committer.read(|view| suspects(&Look { view, keys }, directory, &prefix, names));
+        let suspects =
+            self.committer.read(|view| suspects(&Look::plain(view, keys), directory, &prefix, names));
         let looks = stream::iter(suspects.await?).map(|name| {
             let below = format!("{prefix}{name}");
             async move { Ok::<_, forebay_core::Error>(self.is_phantom(&below).await?.then_some(name)) }
@@ -54,7 +55,7 @@ impl Phantoms<'_> {
             let objects = objects.map_err(|failed| failed.1)?;
             let listed: Vec<&str> = objects.iter().map(|object| object.key.as_str()).collect();
             let keys = self.keys;
-            if !self.committer.read(|view| are_claimed(&Look { view, keys }, &listed)).await? {
+            if !self.committer.read(|view| are_claimed(&Look::plain(view, keys), &listed)).await? {
                 return Ok(false);
             }
         }

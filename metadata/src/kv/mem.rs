@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use async_trait::async_trait;
 use bytes::Bytes;
 use forebay_core::{Error, ErrorKind, Result};
-use parking_lot::RwLock;
+use parking_lot::{RwLock, RwLockReadGuard};
 
 use super::{Batch, Durability, Engine, Limits, Pair, Snapshot};
 
@@ -20,6 +20,32 @@ type Map = BTreeMap<Bytes, Bytes>;
 pub struct MemStore {
     map: Arc<RwLock<Arc<Map>>>,
     epoch: Arc<AtomicU64>,
+    asked: Arc<Asked>,
+}
+
+/// What was asked of a store so far.
+#[derive(Debug, Default)]
+struct Asked {
+    reads: AtomicU64,
+    records: AtomicU64,
+}
+
+impl MemStore {
+    /// Values and ranges that were asked for so far.
+    pub fn reads(&self) -> u64 {
+        self.asked.reads.load(Ordering::Relaxed)
+    }
+
+    /// Records that were written or deleted so far.
+    pub fn records_written(&self) -> u64 {
+        self.asked.records.load(Ordering::Relaxed)
+    }
+
+    /// The pairs, for who reads one or a range of them.
+    fn read(&self) -> RwLockReadGuard<'_, Arc<Map>> {
+        self.asked.reads.fetch_add(1, Ordering::Relaxed);
+        self.map.read()
+    }
 }
 
 /// The engine in memory.
@@ -45,7 +71,7 @@ impl MemEngine {
 
     fn map(&self) -> Result<Arc<Map>> {
         self.check()?;
-        Ok(self.store.map.read().clone())
+        Ok(self.store.read().clone())
     }
 
     fn check(&self) -> Result<()> {
@@ -73,12 +99,12 @@ impl Engine for MemEngine {
     }
 
     fn get_now(&self, key: &[u8]) -> Option<Result<Option<Bytes>>> {
-        let found = self.check().map(|()| self.store.map.read().get(key).cloned());
+        let found = self.check().map(|()| self.store.read().get(key).cloned());
         Some(found)
     }
 
     fn scan_now(&self, start: &[u8], end: &[u8], limit: usize) -> Option<Result<Vec<Pair>>> {
-        Some(self.check().map(|()| scan(&self.store.map.read(), start, end, limit)))
+        Some(self.check().map(|()| scan(&self.store.read(), start, end, limit)))
     }
 
     fn snapshot(&self) -> Result<Box<dyn Snapshot>> {
@@ -90,6 +116,7 @@ impl Engine for MemEngine {
         let mut map = self.store.map.write();
         self.check()?;
         let map = Arc::make_mut(&mut map);
+        self.store.asked.records.fetch_add(batch.changes().len() as u64, Ordering::Relaxed);
         for (key, value) in batch.changes() {
             match value {
                 Some(value) => map.insert(key.clone(), value.clone()),

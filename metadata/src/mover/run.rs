@@ -304,8 +304,7 @@ impl Mover {
     }
 
     pub(crate) async fn look<T>(&self, mut work: impl FnMut(&Look<'_, '_>) -> Result<T> + Send) -> Result<T> {
-        let keys = self.0.shared.keys;
-        self.0.committer.read(|view| work(&Look { view, keys })).await
+        self.0.committer.read(|view| work(&Look::new(view, &self.0.shared))).await
     }
 
     pub(crate) async fn transact<T: Send + 'static>(
@@ -317,7 +316,7 @@ impl Mover {
         let closure = move |txn: &mut Txn<'_>| {
             let mut change = Change::new(txn, &shared);
             let value = work(&mut change)?;
-            Ok((value, change.outside))
+            Ok((value, std::mem::take(&mut change.outside)))
         };
         let (value, told) = self.0.committer.transact(durability, closure).await?;
         // Nobody asked for it, this process's own mount neither.

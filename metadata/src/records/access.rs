@@ -1,11 +1,13 @@
 //! Reading and writing records by type.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
 use forebay_core::{Blob, Error, ErrorKind, FileKind, FileLayout, InodeId, Result, Timestamp};
 
+use super::layouts::{Awaited, Layouts, Stored};
 use super::{OutsideChange, Shared};
 use crate::commit::{Reads, Txn, View};
 use crate::kv::Pair;
@@ -17,14 +19,8 @@ use crate::schema::{
 /// The plain objects in a layout that are not the file's own, each once.
 pub(crate) fn borrowed<'a>(layout: &'a FileLayout, home: Option<&Blob>) -> Vec<&'a Blob> {
     let mut found: HashSet<&Blob> = HashSet::new();
-    let others = layout.blobs().filter(|blob| !blob.is_owned() && Some(*blob) != home);
+    let others = layout.plain_objects().filter(|blob| Some(*blob) != home);
     others.filter(|blob| found.insert(blob)).collect()
-}
-
-/// A file's layout as its records have it.
-pub(crate) struct Stored {
-    pub(crate) layout: FileLayout,
-    pub(crate) parts: Parts,
 }
 
 /// Typed reads, the same in a transaction and outside.
@@ -102,7 +98,7 @@ pub(crate) trait Records {
 
     /// Where the inode's bytes are.
     fn layout(&self, ino: InodeId, inode: &Inode) -> Result<FileLayout> {
-        self.resolve(self.stored(ino, inode)?.layout, inode.home.as_ref())
+        self.resolve(self.stored(ino, inode)?.layout.clone(), inode.home.as_ref())
     }
 
     /// The layout with plain objects that were moved away replaced by their owned copies. `home` is the file's own
@@ -126,10 +122,17 @@ pub(crate) trait Records {
     }
 
     /// The layout as the records have it.
-    fn stored(&self, ino: InodeId, inode: &Inode) -> Result<Stored> {
+    fn stored(&self, ino: InodeId, inode: &Inode) -> Result<Arc<Stored>> {
+        if let Some(known) = self.known(ino, inode) {
+            return Ok(known);
+        }
         let parts = self.parts(ino, inode)?;
-        Ok(Stored { layout: FileLayout::from_parts(inode.size, parts.joined())?, parts })
+        let layout = FileLayout::from_parts(inode.size, parts.joined())?;
+        Ok(Arc::new(Stored { layout, cuts: parts.cuts() }))
     }
+
+    /// The same where no record besides that of the inode has to be read for it.
+    fn known(&self, ino: InodeId, inode: &Inode) -> Option<Arc<Stored>>;
 
     fn parts(&self, ino: InodeId, inode: &Inode) -> Result<Parts> {
         let mut parts = Parts { head: inode.extents.clone(), further: Vec::new() };
@@ -209,8 +212,22 @@ pub(crate) trait Records {
 
 /// Reads outside a transaction.
 pub(crate) struct Look<'a, 'v> {
-    pub(crate) view: &'a View<'v>,
+    view: &'a View<'v>,
     pub(crate) keys: Keys,
+    /// What is known of the tree that is looked at.
+    layouts: Option<&'a Layouts>,
+}
+
+impl<'a, 'v> Look<'a, 'v> {
+    /// Reads in a tree.
+    pub(crate) fn new(view: &'a View<'v>, shared: &'a Shared) -> Self {
+        Self { view, keys: shared.keys, layouts: Some(&shared.layouts) }
+    }
+
+    /// Reads where nobody has the tree open, or nothing of a layout.
+    pub(crate) fn plain(view: &'a View<'v>, keys: Keys) -> Self {
+        Self { view, keys, layouts: None }
+    }
 }
 
 impl Records for Look<'_, '_> {
@@ -220,6 +237,10 @@ impl Records for Look<'_, '_> {
 
     fn keys(&self) -> Keys {
         self.keys
+    }
+
+    fn known(&self, ino: InodeId, inode: &Inode) -> Option<Arc<Stored>> {
+        self.layouts.filter(|_| inode.further > 0)?.of(ino, inode)
     }
 }
 
@@ -241,6 +262,8 @@ pub(crate) struct Change<'a, 't> {
     pub(crate) session: u64,
     /// What it changed so far that others are told of: names by a listing, all where other mounts write to the tree.
     pub(crate) outside: Vec<OutsideChange>,
+    /// The files of which it changed `E` records so far, and what these say now if that is known.
+    laid: HashMap<InodeId, Option<Arc<Stored>>>,
 }
 
 impl Records for Change<'_, '_> {
@@ -250,6 +273,23 @@ impl Records for Change<'_, '_> {
 
     fn keys(&self) -> Keys {
         self.shared.keys
+    }
+
+    fn known(&self, ino: InodeId, inode: &Inode) -> Option<Arc<Stored>> {
+        match self.laid.get(&ino) {
+            _ if inode.further == 0 => None,
+            Some(laid) => laid.clone().filter(|stored| stored.is_of(inode)),
+            None => self.shared.layouts.of(ino, inode),
+        }
+    }
+}
+
+/// What other transactions knew of the layouts that this one changed goes before it ends. One that is run again leaves it.
+impl Drop for Change<'_, '_> {
+    fn drop(&mut self) {
+        if !self.txn.has_missed() {
+            self.laid.keys().for_each(|ino| self.shared.layouts.forget(*ino));
+        }
     }
 }
 
@@ -266,7 +306,30 @@ impl<'a, 't> Change<'a, 't> {
             has_claimed: false,
             session: shared.session,
             outside,
+            laid: HashMap::new(),
         }
+    }
+
+    /// Notes what the records of a file say now.
+    pub(super) fn note_layout(&mut self, ino: InodeId, stored: Stored) {
+        self.laid.insert(ino, Some(Arc::new(stored)));
+    }
+
+    /// What the records of open files say from now on, to be learned once all that it changed was made. Nothing is changed after
+    /// this.
+    pub(crate) fn end_layouts(&mut self) -> Vec<(Awaited, Arc<Stored>)> {
+        if self.txn.has_missed() {
+            return Vec::new();
+        }
+        let shared = self.shared;
+        let mut ended = Vec::new();
+        for (ino, stored) in self.laid.drain() {
+            match stored.filter(|_| shared.openers(ino) > 0) {
+                Some(stored) => ended.push((shared.layouts.await_one(ino), stored)),
+                None => shared.layouts.forget(ino),
+            }
+        }
+        ended
     }
 
     /// Has other mounts that write to this tree hear that an inode, or its content, changed.
@@ -315,12 +378,22 @@ impl<'a, 't> Change<'a, 't> {
 
     pub(crate) fn put(&mut self, key: Bytes, value: Bytes) -> Result<()> {
         self.keep_beneath(&key)?;
+        self.note_extents(&key)?;
         self.txn.put(key, value)
     }
 
     pub(crate) fn delete(&mut self, key: Bytes) -> Result<()> {
         self.keep_beneath(&key)?;
+        self.note_extents(&key)?;
         self.txn.delete(key)
+    }
+
+    /// What was known of a layout is so no more where one of its records is changed.
+    fn note_extents(&mut self, key: &Bytes) -> Result<()> {
+        if self.keys().tag_in(key).is_ok_and(|tag| tag == Tag::Extents) {
+            self.laid.insert(InodeId(self.keys().number_in(key)?), None);
+        }
+        Ok(())
     }
 
     /// Where a listing changes what another mount's tree is followed in, keeps what that tree has there.

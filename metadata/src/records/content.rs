@@ -5,9 +5,10 @@ use std::sync::atomic::Ordering;
 
 use forebay_core::{Blob, Difference, FileLayout, InodeId, ObjectKey, Result, Version};
 
-use super::access::{Stored, borrowed};
+use super::access::borrowed;
+use super::layouts::Stored;
 use super::{Change, Records, session_of};
-use crate::schema::{Deletion, Inode, Loan, Parts, References, encode_extents};
+use crate::schema::{Deletion, Inode, Loan, Recut, References, encode_extents};
 
 impl Change<'_, '_> {
     /// Replaces a file's layout, size and plain object; references, loans, further extents and counts follow. Returns
@@ -20,27 +21,27 @@ impl Change<'_, '_> {
     ) -> Result<Option<Blob>> {
         self.note_relocation();
         let stored = self.stored(ino, inode)?;
-        self.replace_stored((ino, inode), stored, layout, home)
+        self.replace_stored((ino, inode), &stored, layout, home)
     }
 
     /// The same for who has read what is `stored`, and gives the file a new generation or notes that it was relocated.
     pub(crate) fn replace_stored(
         &mut self,
         (ino, inode): (InodeId, &mut Inode),
-        stored: Stored,
+        stored: &Stored,
         layout: &FileLayout,
         home: Option<Blob>,
     ) -> Result<Option<Blob>> {
         let old = self.resolve(stored.layout.clone(), inode.home.as_ref())?;
-        let layout = &self.resolve(layout.clone(), home.as_ref())?;
-        self.change_loans((&stored.layout, inode.home.as_ref()), (layout, home.as_ref()))?;
-        self.change_references(ino, &old, layout)?;
+        let layout = self.resolve(layout.clone(), home.as_ref())?;
+        self.change_loans((&stored.layout, inode.home.as_ref()), (&layout, home.as_ref()))?;
+        self.change_references(ino, &old, &layout)?;
         let before = std::mem::replace(&mut inode.home, home);
-        let (Parts { head, further: runs }, changed) = stored.parts.recut(layout.extents());
-        for n in changed {
-            self.put(self.keys().extents(ino, n as u32), encode_extents(&runs[n]))?;
+        let Recut { head, cuts, changed } = stored.cuts.recut(stored.layout.extents(), layout.extents());
+        for (n, extents) in changed {
+            self.put(self.keys().extents(ino, n), encode_extents(&extents))?;
         }
-        let further = runs.len() as u32;
+        let further = cuts.count();
         for n in further..inode.further {
             self.delete(self.keys().extents(ino, n))?;
         }
@@ -49,6 +50,9 @@ impl Change<'_, '_> {
         inode.size = layout.size();
         inode.extents = head;
         inode.further = further;
+        if further > 0 {
+            self.note_layout(ino, Stored { layout, cuts });
+        }
         Ok(before)
     }
 
@@ -167,14 +171,5 @@ impl Change<'_, '_> {
 
 /// Those of some keys at which a layout has blobs.
 fn named<'a>(layout: &'a FileLayout, keys: &BTreeSet<&str>) -> BTreeSet<&'a str> {
-    let mut found = BTreeSet::new();
-    let mut blobs = layout.blobs().map(|blob| blob.key.as_str());
-    while found.len() < keys.len()
-        && let Some(key) = blobs.next()
-    {
-        if keys.contains(key) {
-            found.insert(key);
-        }
-    }
-    found
+    layout.blobs_at(keys).map(|blob| blob.key.as_str()).collect()
 }

@@ -15,6 +15,7 @@ use tokio::sync::Notify;
 use super::claimed::Claimed;
 use super::clones::Clones;
 use super::counted::Quotas;
+use super::layouts::Layouts;
 use super::path::Spelling;
 use super::segments::Pins;
 use super::sessions::{Guests, Holds};
@@ -50,6 +51,7 @@ pub(crate) struct Shared {
     pub(crate) quotas: Quotas,
     pub(crate) claimed: Claimed,
     pub(crate) clones: Clones,
+    pub(crate) layouts: Layouts,
     /// Contents that are being written beside their paths.
     pub(crate) aside: Aside,
     /// Segments that are being written.
@@ -94,6 +96,7 @@ impl Shared {
             quotas: Quotas::default(),
             claimed: Claimed::default(),
             clones: Clones::default(),
+            layouts: Layouts::default(),
             aside: Aside::default(),
             segments: Arc::default(),
             subtree_moves: AtomicU64::new(0),
@@ -120,6 +123,7 @@ impl Shared {
             }
             Some(_) => {
                 self.handed_out_blank.lock().remove(&ino);
+                self.layouts.forget(ino);
                 openers.remove(&ino).is_some()
             }
             None => false,

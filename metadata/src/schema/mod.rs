@@ -18,7 +18,7 @@ pub use inode::{Inode, NumberRun, OWN_NUMBERS, decode_extents, encode_extents};
 pub(crate) use inode::{SET_GID, SET_UID};
 pub use intent::{Announced, Earlier, Intent, Mark};
 pub use key::{Keys, Tag, hash_of};
-pub use parts::Parts;
+pub use parts::{Cuts, Parts, Recut};
 pub use quota::{Quota, QuotaLimits, Usage};
 pub use record::{
     Beneath, Claim, Counters, Deletion, Dentry, HolderState, ImportState, Loan, Loose, Member, Move, Orphan,

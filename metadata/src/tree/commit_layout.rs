@@ -1,7 +1,7 @@
 //! Giving a file new content.
 
 use std::cell::LazyCell;
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::Ordering;
 
 use forebay_core::{Attributes, Blob, Difference, Error, ErrorKind, FileLayout, InodeId, Result, Timestamp};
@@ -57,7 +57,10 @@ pub(super) fn commit_layout(
         change.reserve(ino, layout.size())?;
     }
     let added = added(&old, &layout);
-    let known = LazyCell::new(|| old.blobs().chain(&lent).collect::<HashSet<&Blob>>());
+    let known = LazyCell::new(|| {
+        let keys = added.iter().map(|blob| blob.key.as_str()).collect();
+        old.blobs_at(&keys).chain(&lent).collect::<HashSet<&Blob>>()
+    });
     let known = |blob: &Blob| known.contains(blob);
     if !change.has_segments(added.iter().copied(), known) {
         return conflict("takes bytes of a segment that was compacted");
@@ -79,7 +82,7 @@ pub(super) fn commit_layout(
     if content.mtime.is_none() {
         change.note_relocation();
     }
-    let before = change.replace_stored((ino, &mut inode), stored, &layout, home)?;
+    let before = change.replace_stored((ino, &mut inode), &stored, &layout, home)?;
     if let Some(intent) = &intent {
         end_intent(change, (ino, intent), content, &layout)?;
     }
@@ -109,7 +112,7 @@ fn end_intent(
     content: &Content,
     layout: &FileLayout,
 ) -> Result<()> {
-    let is_there = layout.blobs().any(|blob| blob.key == intent.key);
+    let is_there = layout.blobs_at(&BTreeSet::from([intent.key.as_str()])).next().is_some();
     // What was asked of the store may be there all the same, or on its way: the intent tells then that it is older. Who
     // brings bytes elsewhere has asked for nothing since he settled it; another mount may have.
     let may_come = content.awaits || change.shared.holds.is_others(ino, change.session);
@@ -148,7 +151,8 @@ fn has_lost(change: &Change<'_, '_>, added: &[&Blob], is_known: impl Fn(&Blob) -
 
 /// Whether a layout has bytes of the very object that an intent is to replace, and nothing of what it announces.
 fn names_what_may_be_gone(layout: &FileLayout, intent: &Intent) -> bool {
-    let mut there = layout.blobs().filter(|blob| blob.key == intent.key).peekable();
+    let key = BTreeSet::from([intent.key.as_str()]);
+    let mut there = layout.blobs_at(&key).peekable();
     there.peek().is_some() && there.all(|blob| Some(&blob.version) == intent.replaces.as_ref())
 }
 
@@ -198,7 +202,7 @@ fn give_up(
     before: &Blob,
     layout: &FileLayout,
 ) -> Result<()> {
-    let is_used = layout.blobs().any(|blob| blob == before);
+    let is_used = layout.plain_objects().any(|blob| blob == before);
     let home = inode.home.as_ref();
     if home == Some(before) {
         let stands = inode.nlink > 0 && change.key_of(ino, inode)?.as_deref() == Some(before.key.as_str());

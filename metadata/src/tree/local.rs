@@ -24,8 +24,8 @@ use crate::kv::Durability;
 use crate::mover::{Mover, free_unfinished};
 
 use crate::records::{
-    Change, Look, OutsideChange, OutsideListener, Records, Shared, Spelling, TreeSettings, asking_session,
-    names_of, path_or_name,
+    Awaited, Change, Look, OutsideChange, OutsideListener, Records, Shared, Spelling, Stored, TreeSettings,
+    asking_session, names_of, path_or_name,
 };
 use crate::schema::{
     Counters, ImportState, Inode, Keys, OWN_NUMBERS, Partial, SessionRecord, Tag, encode_plain,
@@ -409,13 +409,11 @@ impl LocalTree {
     }
 
     pub(super) async fn look<T>(&self, mut work: impl FnMut(&Look<'_, '_>) -> Result<T> + Send) -> Result<T> {
-        let keys = self.shared.keys;
-        self.committer.read(|view| work(&Look { view, keys })).await
+        self.committer.read(|view| work(&Look::new(view, &self.shared))).await
     }
 
     pub(super) fn look_now<T>(&self, mut work: impl FnMut(&Look<'_, '_>) -> Result<T>) -> Option<Result<T>> {
-        let keys = self.shared.keys;
-        self.committer.read_now(|view| work(&Look { view, keys }))
+        self.committer.read_now(|view| work(&Look::new(view, &self.shared)))
     }
 
     pub(super) async fn transact<T: Send + 'static>(
@@ -425,14 +423,15 @@ impl LocalTree {
     ) -> Result<T> {
         let (shared, session) = (self.shared.clone(), self.asking());
         let closure = move |txn: &mut Txn<'_>| run(txn, &shared, session, &mut work);
-        let (value, told) = self.committer.transact_in_time(durability, closure).await?;
-        self.tell(told);
+        let (value, made) = self.committer.transact_in_time(durability, closure).await?;
+        self.tell(made);
         Ok(value)
     }
 
-    /// Has other mounts that write to this tree hear of what the one that asks changed.
-    fn tell(&self, told: Vec<OutsideChange>) {
+    /// Has other mounts that write to this tree hear of what the one that asks changed, and the next commit know of the layouts.
+    fn tell(&self, Made { told, laid }: Made) {
         let session = self.asking();
+        laid.into_iter().for_each(|(awaited, stored)| self.shared.layouts.learn(awaited, stored));
         told.into_iter().for_each(|change| self.shared.outside.tell_from(change, session));
     }
 
@@ -444,8 +443,8 @@ impl LocalTree {
         self.check_writable()?;
         let (shared, session) = (self.shared.clone(), self.asking());
         let closure = move |txn: &mut Txn<'_>| run(txn, &shared, session, &mut work);
-        let (value, told) = self.committer.transact(Durability::Buffered, closure).await?;
-        self.tell(told);
+        let (value, made) = self.committer.transact(Durability::Buffered, closure).await?;
+        self.tell(made);
         Ok(value)
     }
 
@@ -459,17 +458,24 @@ impl LocalTree {
     }
 }
 
-/// One transaction, and what others are told of it once it is made. It may run elsewhere than who asks.
+/// What others are told of a transaction once it is made, and what layouts are known of it.
+struct Made {
+    told: Vec<OutsideChange>,
+    laid: Vec<(Awaited, Arc<Stored>)>,
+}
+
+/// One transaction. It may run elsewhere than who asks.
 fn run<T>(
     txn: &mut Txn<'_>,
     shared: &Shared,
     session: u64,
     work: &mut impl FnMut(&mut Change<'_, '_>) -> Result<T>,
-) -> Result<(T, Vec<OutsideChange>)> {
+) -> Result<(T, Made)> {
     let mut change = Change::new(txn, shared);
     change.session = session;
     let value = work(&mut change)?;
-    Ok((value, change.outside))
+    let (told, laid) = (std::mem::take(&mut change.outside), change.end_layouts());
+    Ok((value, Made { told, laid }))
 }
 
 impl fmt::Debug for LocalTree {

@@ -21,7 +21,7 @@ use super::{
 };
 use crate::mover::{Settled, Unplaced};
 use crate::records::{Change, Look, Records, check_name, owned_key};
-use crate::schema::{Intent, UploadRecord};
+use crate::schema::{Inode, Intent, UploadRecord};
 
 /// Most entries in one page.
 const MOST_ENTRIES: usize = 4096;
@@ -103,11 +103,8 @@ impl Tree for LocalTree {
     }
 
     async fn layout(&self, ino: InodeId) -> Result<(FileLayout, u64)> {
-        self.look(|look| {
-            let inode = look.file(ino)?;
-            Ok((look.layout(ino, &inode)?, inode.generation))
-        })
-        .await
+        let (inode, layout) = self.laid(ino).await?;
+        Ok((layout, inode.generation))
     }
 
     async fn files_after(&self, ino: InodeId, limit: usize) -> Result<Vec<(InodeId, FileLayout)>> {
@@ -481,11 +478,8 @@ impl LocalTree {
     }
 
     async fn content_of(&self, ino: InodeId, may_begin: bool) -> Result<(FileLayout, u64)> {
-        let found = self.look(|look| {
-            let inode = look.file(ino)?;
-            Ok(((look.layout(ino, &inode)?, inode.generation), inode.is_blank()))
-        });
-        let (found, is_blank) = found.await?;
+        let (inode, layout) = self.laid(ino).await?;
+        let (found, is_blank) = ((layout, inode.generation), inode.is_blank());
         let Some(importer) = self.importer.as_ref().filter(|_| is_blank) else { return Ok(found) };
         let handed_out = &self.shared.handed_out_blank;
         if !may_begin {
@@ -498,6 +492,33 @@ impl LocalTree {
             handed_out.lock().insert(ino);
         }
         self.layout(ino).await
+    }
+
+    /// A file and where its bytes lie. What is read of many extents is known from then on, if it is open.
+    async fn laid(&self, ino: InodeId) -> Result<(Inode, FileLayout)> {
+        let at_hand = self.look(|look| {
+            let inode = look.file(ino)?;
+            let is_short = inode.further == 0 || self.shared.openers(ino) == 0;
+            let is_at_hand = is_short || look.known(ino, &inode).is_some();
+            let layout = if is_at_hand { Some(look.layout(ino, &inode)?) } else { None };
+            Ok((inode, layout))
+        });
+        if let (inode, Some(layout)) = at_hand.await? {
+            return Ok((inode, layout));
+        }
+        let awaited = self.shared.layouts.await_one(ino);
+        self.committer.pass();
+        let read = self.look(|look| {
+            let inode = look.file(ino)?;
+            let stored = look.stored(ino, &inode)?;
+            let layout = look.resolve(stored.layout.clone(), inode.home.as_ref())?;
+            Ok((inode, stored, layout))
+        });
+        let (inode, stored, layout) = read.await?;
+        if inode.further > 0 {
+            self.shared.layouts.learn(awaited, stored);
+        }
+        Ok((inode, layout))
     }
 
     async fn commit(&self, ino: InodeId, content: Content) -> Result<Attributes> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use forebay_core::units::{KIB, MIB};
-use forebay_core::{InodeId, ObjectKey};
+use forebay_core::{Blob, Extent, InodeId, ObjectKey, Source, Version};
 use forebay_io::mem::Class;
 use forebay_io::object::{Bucket, Counters, Faults, OperationKind};
 use forebay_io::rng::Rng;
@@ -257,6 +257,61 @@ fn an_older_object_is_replaced_through_the_host() {
         assert_eq!(volume.unsealed(), 0);
         volume.close().await.expect("close");
         assert!(object(&fixture.bucket, "f").await == pattern(1, 0..40 * MIB));
+    });
+}
+
+/// What the tree's engine does for an fsync of each of a few pages of a file of so many extents, most of them written before it
+/// was mounted: what is read, and the records written.
+async fn synced_pages(extents: u64) -> Vec<(u64, u64)> {
+    let mut fixture = Fixture::new(Bucket::in_memory());
+    fixture.write.gather_extents = usize::MAX;
+    let volume = fixture.open().await;
+    let file = create(&volume, "f").await;
+    file.release().await.expect("release");
+    let (mut layout, generation) = volume.tree().layout(file.ino()).await.expect("a layout");
+    for number in 0..extents {
+        let key = volume.tree().fresh_blob();
+        let blob = Blob { key, version: Version::new("v"), size: KIB };
+        layout.write(Extent {
+            offset: 4 * KIB * number,
+            length: KIB,
+            source: Source::Blob { blob, offset: 0 },
+        });
+    }
+    let now = fixture.clock.wall();
+    volume.tree().commit_layout(file.ino(), generation, layout, now).await.expect("committed");
+    volume.close().await.expect("close");
+    let volume = fixture.open().await;
+    let (file, other) = (open(&volume, "f", READ_WRITE).await, create(&volume, "other").await);
+    let mut done = Vec::new();
+    for number in 0..4 {
+        if number == 2 {
+            // Bytes of another file are moved: who syncs asks where those that he writes over lie.
+            other.write(0, pattern(0, 0..KIB)).await.expect("write");
+            other.fsync().await.expect("fsync");
+            let (layout, generation) = volume.tree().layout(other.ino()).await.expect("a layout");
+            volume.tree().relocate(other.ino(), generation, layout).await.expect("moved");
+        }
+        volume.sync().await.expect("sync");
+        let before = (fixture.store.reads(), fixture.store.records_written());
+        file.write(4 * KIB * (extents / 2 + number), pattern(number, 0..KIB)).await.expect("write");
+        file.fsync().await.expect("fsync");
+        done.push((fixture.store.reads() - before.0, fixture.store.records_written() - before.1));
+    }
+    done
+}
+
+/// Promise: an fsync of a file that stays open costs what changed since the last one. It read all records of the layout, and twice more
+/// where bytes of another file had been moved.
+#[test]
+fn an_fsync_of_a_page_asks_the_tree_for_as_much_in_a_file_of_any_length() {
+    run(async {
+        for extents in [1_000, 50_000] {
+            let done = synced_pages(extents).await;
+            // Some of it is what the mover does meanwhile.
+            let is_little = |(reads, written): &(u64, u64)| *reads < 40 && *written < 20;
+            assert!(done.iter().all(is_little), "{extents} extents: {done:?}");
+        }
     });
 }
 

@@ -56,7 +56,7 @@ pub(super) async fn sample(world: &World, tree: &LocalTree, directories: u32) {
     tree.create(below, b"symlink", symlink, crate::tree::Existing::Refuse).await.expect("made");
 }
 
-async fn clone(tree: &LocalTree, from: &str, to: &str) -> forebay_core::Result<Cloned> {
+pub(super) async fn clone(tree: &LocalTree, from: &str, to: &str) -> forebay_core::Result<Cloned> {
     let source = resolve(tree, from).await.expect("found").ino;
     let (parent, name) = split(tree, to).await.expect("a directory");
     tree.clone_tree(source, (parent, name.as_bytes()), &Alone).await
