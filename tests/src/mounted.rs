@@ -155,12 +155,11 @@ impl Mounted {
             let all: usize = troubles.values().sum();
             assert!(all >= ENOUGH_TROUBLES, "the store failed too seldom: {troubles:?}");
             door.set(Manner::Pass);
-            self.collect();
             self.check();
         }
     }
 
-    /// Frees what left for the store early, and was written over, or removed, before anything was committed.
+    /// Frees what left for the store early and was written over, or removed, before a mount that joined another one committed it.
     fn collect(&self) {
         let home = self.scratch.join("home");
         Forebay::new(&home, ["gc", &self.url]).envs(&self.variables).run().succeeded();

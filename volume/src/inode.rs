@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 
 use bytes::Bytes;
 use forebay_core::units::MIB;
-use forebay_core::{Blob, Error, ErrorKind, FileLayout, InodeId, Result, Timestamp};
+use forebay_core::{Blob, Error, ErrorKind, FileLayout, InodeId, ObjectKey, Result, Timestamp};
 use forebay_io::mem::Permit;
 use forebay_metadata::remote::RemoteTree;
 use forebay_metadata::tree::{LocalTree, SetAttributes};
@@ -23,6 +23,7 @@ use crate::fetch::join;
 use crate::settings::SealPolicy;
 use crate::store::Store;
 
+mod early;
 mod failures;
 mod gather;
 mod read;
@@ -70,6 +71,8 @@ pub(crate) struct OpenInode {
     /// Whether short extents are being put together, and how many extents were left last time.
     is_gathering: AtomicBool,
     gathered: AtomicUsize,
+    /// Owned blobs that the content may name and no commit has.
+    early: Mutex<Vec<ObjectKey>>,
     /// What lost bytes, until fsync and close have told about it.
     failures: Failures,
 }
@@ -166,6 +169,7 @@ impl OpenInode {
             is_behind: AtomicBool::new(false),
             is_gathering: AtomicBool::new(false),
             gathered: AtomicUsize::default(),
+            early: Mutex::default(),
             failures: Failures::default(),
         }
     }
@@ -242,6 +246,7 @@ impl OpenInode {
     /// from now on; the caller has the turn then.
     pub(crate) fn retire(&self) {
         self.is_retired.store(true, SeqCst);
+        self.discard_early();
     }
 
     fn is_retired(&self) -> bool {
@@ -438,6 +443,7 @@ impl OpenInode {
             // What was written and cut off again is in memory no more.
             writer.permits.clear();
         }
+        self.discard_superseded();
         Ok(())
     }
 
@@ -518,7 +524,9 @@ impl OpenInode {
                         if (&now, current) == (&base, generation) {
                             if tree.is_in_doubt(self.ino).await? {
                                 // It may come still, to what would be synced then.
-                                layout = FileLayout::of_blob(self.store.put_aside(self.ino, &layout).await?);
+                                let aside = self.store.put_aside(self.ino, &layout).await?;
+                                self.note_early(&aside);
+                                layout = FileLayout::of_blob(aside);
                             }
                             attempt += 1;
                             continue;

@@ -13,6 +13,7 @@ mod gathering;
 mod fetch;
 mod content;
 mod segments;
+mod discards;
 mod store;
 mod inode;
 mod file;

@@ -12,6 +12,7 @@ use forebay_io::object::{Bucket, Condition, ObjectInfo, Upload, UploadNotes, Upl
 use forebay_metadata::tree::{Placement, Tree};
 
 use crate::copying::{Plan, Run};
+use crate::discards::Discards;
 use crate::fetch::Fetch;
 use crate::prefetch::PrefetchSettings;
 use crate::segments::{Segments, Stored};
@@ -42,6 +43,8 @@ pub(crate) struct Store {
     pub(crate) uploads: Option<Arc<Uploads>>,
     /// Closed files that stay in pieces.
     pub(crate) unsealed: Unsealed,
+    /// Blobs that nobody is going to name.
+    pub(crate) discards: Discards,
 }
 
 impl Store {
@@ -137,9 +140,16 @@ impl Store {
     pub(crate) async fn put_unstaged(&self, ino: InodeId, packed: Bytes) -> Result<Blob> {
         let key = self.tree.fresh_blob();
         let put = self.bucket.put(&key, packed.clone(), Condition::IfAbsent).await;
-        let blob = put.map_err(|error| not_written(ino, &key, error))?.blob();
+        let blob = put.map_err(|error| self.not_put(ino, key, error))?.blob();
         self.fetch.remember(&blob, packed);
         Ok(blob)
+    }
+
+    /// The error of a blob that did not get to a key of its own, as far as the store says: it may come still.
+    fn not_put(&self, ino: InodeId, key: ObjectKey, error: Error) -> Error {
+        let error = not_written(ino, &key, error);
+        self.discards.add(vec![key]);
+        error
     }
 
     /// Starts an object that is written front to back.
@@ -187,7 +197,7 @@ impl Store {
         let mut upload = self.bucket.upload_with(&key, options)?;
         self.copy_content(layout, &mut upload).await?;
         let put = upload.complete(Condition::IfAbsent).await;
-        put.map(|info| info.blob()).map_err(|error| not_written(ino, &key, error))
+        put.map(|info| info.blob()).map_err(|error| self.not_put(ino, key, error))
     }
 
     /// How the bytes of a file get into a new object.

@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
 use crate::content::Content;
+use crate::discards::Discards;
 use crate::fetch::Fetch;
 use crate::inode::OpenInode;
 use crate::prefetch::directory::Walks;
@@ -142,6 +143,7 @@ impl Volume {
         });
         let fetch = Fetch { volume: parts.volume, blocks: parts.blocks, staging };
         let (tree, bucket, tasks) = (parts.tree.clone(), parts.bucket.clone(), parts.tasks.clone());
+        let discards = Discards::new(tree.clone(), tasks.clone());
         let segments = Segments::new(tree, bucket, fetch.clone(), tasks);
         let store = Store {
             tree: parts.tree,
@@ -154,6 +156,7 @@ impl Volume {
             clock: parts.clock,
             uploads: uploads.clone(),
             unsealed: Unsealed::default(),
+            discards,
         };
         let readers = Readers::new(&store.prefetch);
         let volume = Arc::new(Self {
@@ -372,6 +375,7 @@ impl Volume {
             server.stop().await;
         }
         self.tasks.shutdown(CLOSE_DEADLINE).await;
+        self.tell_of_discards().await;
         let closed = self.store.tree.close().await;
         let standby = self.standby.lock().take();
         if let Some(standby) = standby {
@@ -385,6 +389,13 @@ impl Volume {
         match claim.and_then(Arc::into_inner) {
             Some(claim) => claim.release().await,
             None => Ok(()),
+        }
+    }
+
+    /// Has the tree know of all blobs that nobody names.
+    pub(crate) async fn tell_of_discards(&self) {
+        if let Err(error) = self.store.discards.tell_all().await {
+            tracing::debug!(%error, "blobs that nobody names are told of later, or left to gc");
         }
     }
 

@@ -20,7 +20,7 @@ use crate::schema::{Intent, Mark, Tag};
 
 /// How long a store may go on with a copy or a write that nobody waits for. It had more time than that for the bytes of any
 /// that is large; what is left is one that hung on the way.
-const LONGEST_MS: u64 = 5 * 60 * 1000;
+pub(crate) const LONGEST_MS: u64 = 5 * 60 * 1000;
 
 /// How far a copy or a write came whose intent stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

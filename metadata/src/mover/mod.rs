@@ -17,7 +17,7 @@ mod subtrees;
 mod run;
 
 pub(crate) use copies::LONGEST_COPY;
-pub(crate) use doubts::Unplaced;
+pub(crate) use doubts::{LONGEST_MS, Unplaced};
 pub(crate) use intents::Settled;
 pub(crate) use run::Mover;
 pub(crate) use unfinished::free_unfinished;

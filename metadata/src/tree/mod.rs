@@ -16,6 +16,7 @@ mod commit_layout;
 mod place;
 mod clone;
 mod following;
+mod discard;
 mod leftovers;
 mod local;
 mod locking;

@@ -75,6 +75,7 @@ impl OpenInode {
             Ok(()) => self.commit(turn).await,
             failed => failed,
         };
+        self.discard_superseded();
         self.has_pages.fetch_or(had_pages && committed.is_err(), Ordering::SeqCst);
         self.is_touched.fetch_or(was_touched && committed.is_err(), Ordering::SeqCst);
         committed

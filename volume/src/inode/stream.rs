@@ -109,7 +109,9 @@ impl OpenInode {
         let packed = self.look(Content::pack);
         if !packed.is_empty() {
             let blob = self.store.put_owned(self.ino, packed).await?;
+            self.note_early(&blob);
             self.content.write().packed_into(&blob);
+            self.discard_superseded();
         }
         writer.permits.clear();
         Ok(())

@@ -15,6 +15,7 @@ mod outside;
 mod cloning;
 mod closing;
 mod costs;
+mod discards;
 mod gathering;
 mod doubts;
 mod packing;

@@ -38,6 +38,47 @@ async fn collect(tree: &LocalTree, dry_run: bool) -> GcReport {
     tree.collect_garbage(dry_run).await.expect("collected")
 }
 
+/// Who put it says that he is not going to commit it. What was committed all the same stays, and goes in its own time.
+#[tokio::test]
+async fn what_a_living_session_discards_goes_once_nothing_can_come_any_more() {
+    for kind in [Kind::Memory, Kind::Lmdb, Kind::Slate] {
+        let mut world = World::new(kind).await;
+        // Who reads by an older layout has that long.
+        world.settings.delete_delay_ms = 60 * 60 * 1000;
+        let tree = world.open().await;
+        let file = create(&tree, "f").await;
+        let (used, was_used) = (pack(&world, &tree, b"used").await, pack(&world, &tree, b"was used").await);
+        for (generation, blob) in [&was_used, &used].into_iter().enumerate() {
+            let layout = FileLayout::of_blob(blob.clone());
+            let committed = tree.commit_layout(file, generation as u64, layout, world.clock.wall()).await;
+            committed.expect("committed");
+        }
+        let (gone, late) = (pack(&world, &tree, b"gone").await, tree.fresh_blob());
+        let keys = [&used.key, &was_used.key, &gone.key, &late].map(Clone::clone).to_vec();
+        tree.discard(keys).await.expect("discarded");
+        assert!(tree.fsck(false).await.expect("checked").is_clean());
+        tree.drain().await.expect("drained");
+        world.check_objects(&[("*", "gone"), ("*", "used"), ("*", "was used")]).await;
+        world.bucket().put(&late, "late".into(), Condition::IfAbsent).await.expect("put");
+        tree.sync().await.expect("durable");
+        let tree = match kind {
+            Kind::Memory => {
+                world.crash(tree, false).await;
+                world.open().await
+            }
+            _ => tree,
+        };
+        world.clock.advance(LATER);
+        tree.drain().await.expect("drained");
+        world.check_objects(&[("*", "used"), ("*", "was used")]).await;
+        world.clock.advance(Duration::from_secs(60 * 60));
+        tree.drain().await.expect("drained");
+        world.check_objects(&[("*", "used")]).await;
+        assert!(tree.fsck(false).await.expect("checked").is_clean());
+        tree.close().await.expect("closed");
+    }
+}
+
 #[tokio::test]
 async fn what_a_killed_session_packed_and_did_not_commit_is_freed_to_the_byte() {
     for kind in [Kind::Memory, Kind::Lmdb, Kind::Slate] {
