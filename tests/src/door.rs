@@ -102,6 +102,9 @@ impl Trouble {
     }
 }
 
+/// Status and code of an answer.
+pub type Refusal = (&'static str, &'static str);
+
 /// Of so many late requests one is stalled: each costs a test seconds.
 const STALLS: u32 = 20;
 
@@ -118,6 +121,8 @@ struct State {
     requests: Vec<String>,
     conditions: Vec<String>,
     keys: Vec<String>,
+    /// Which key the store takes, if not all, and how it refuses others.
+    accepted: Option<(String, Refusal)>,
     chance: StdRng,
     troubles: BTreeMap<Trouble, usize>,
     /// How often everything was forgotten.
@@ -130,8 +135,9 @@ impl Door {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let address = listener.local_addr()?;
         let (chance, troubles) = (StdRng::seed_from_u64(0), BTreeMap::new());
-        let (requests, conditions, keys) = Default::default();
-        let state = State { manner: Manner::Pass, requests, conditions, keys, chance, troubles, age: 0 };
+        let (requests, conditions, keys, accepted) = Default::default();
+        let manner = Manner::Pass;
+        let state = State { manner, requests, conditions, keys, accepted, chance, troubles, age: 0 };
         let state = Arc::new(Mutex::new(state));
         let shared = state.clone();
         thread::spawn(move || {
@@ -152,6 +158,11 @@ impl Door {
     /// What happens from the next request on.
     pub fn set(&self, manner: Manner) {
         lock(&self.state).manner = manner;
+    }
+
+    /// Takes requests from now on that are signed with this key alone; others are answered by status and code.
+    pub fn accept(&self, key: &str, refusal: Refusal) {
+        lock(&self.state).accepted = Some((key.to_owned(), refusal));
     }
 
     /// What happens from the next request on, troubles coming as `seed` has them.
@@ -249,16 +260,24 @@ fn serve(mut client: TcpStream, server: SocketAddr, state: &Mutex<State>, age: u
         .find(|line| name(line) == "authorization")
         .and_then(|line| line.split_once("Credential="));
     let key = signed.and_then(|(_, rest)| rest.split('/').next()).unwrap_or_default();
+    let is_head = request.starts_with("HEAD");
     let (manner, trouble) = lock(state).meet(request, range, (conditions, key));
+    if let Some((_, (status, code))) = lock(state).accepted.clone().filter(|(accepted, _)| accepted != key) {
+        return refuse(client, status, code, is_head);
+    }
     match (manner, trouble) {
         (Manner::Shut, _) | (_, Some(Trouble::Closed)) => return client.shutdown(Shutdown::Both),
         (Manner::Silent, _) => return io::copy(&mut client, &mut io::sink()).map(drop),
-        (Manner::Refuse, _) => return refuse(client, "403 Forbidden", "InvalidAccessKeyId"),
-        (_, Some(Trouble::Internal)) => return refuse(client, "500 Internal Error", "InternalError"),
-        (_, Some(Trouble::SlowDown)) => return refuse(client, "503 Slow Down", "SlowDown"),
-        (_, Some(Trouble::Conflict)) => return refuse(client, "409 Conflict", "ConditionalRequestConflict"),
+        (Manner::Refuse, _) => return refuse(client, "403 Forbidden", "InvalidAccessKeyId", is_head),
+        (_, Some(Trouble::Internal)) => {
+            return refuse(client, "500 Internal Error", "InternalError", is_head);
+        }
+        (_, Some(Trouble::SlowDown)) => return refuse(client, "503 Slow Down", "SlowDown", is_head),
+        (_, Some(Trouble::Conflict)) => {
+            return refuse(client, "409 Conflict", "ConditionalRequestConflict", is_head);
+        }
         (_, Some(Trouble::Refused)) => {
-            return refuse(client, "412 Precondition Failed", "PreconditionFailed");
+            return refuse(client, "412 Precondition Failed", "PreconditionFailed", is_head);
         }
         (_, Some(trouble)) => thread::sleep(trouble.delay()),
         _ => {}
@@ -334,9 +353,11 @@ fn refusal(status: &str, code: &str) -> String {
     format!("{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len())
 }
 
-/// Answers with an error of S3 without doing anything.
-fn refuse(mut client: TcpStream, status: &str, code: &str) -> io::Result<()> {
-    client.write_all(refusal(status, code).as_bytes())?;
+/// Answers with an error of S3 without doing anything; the answer to a HEAD has no body.
+fn refuse(mut client: TcpStream, status: &str, code: &str, is_head: bool) -> io::Result<()> {
+    let answer = refusal(status, code);
+    let head = answer.split_inclusive("\r\n\r\n").next().unwrap_or_default();
+    client.write_all(if is_head { head } else { &answer }.as_bytes())?;
     client.shutdown(Shutdown::Write)?;
     // Read to the end, so that the answer is not lost to a reset.
     io::copy(&mut client, &mut io::sink()).map(drop)

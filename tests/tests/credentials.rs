@@ -240,6 +240,61 @@ fn a_program_of_a_profile_is_run_where_nobody_says_which_the_home_directory_is()
     assert!(told.stdout.contains("AWS profile `program`"), "{told}");
 }
 
+/// A training's keys were read when it was mounted: whoever replaced them, as agents of vaults and sidecars do every few hours,
+/// took the bucket away from it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_mount_goes_on_where_the_keys_in_a_file_are_replaced() {
+    if !require_fuse("a_mount_goes_on_where_the_keys_in_a_file_are_replaced") {
+        return;
+    }
+    let place = Place::new("").await;
+    for name in ["a", "b", "c", "d"] {
+        place
+            .bucket
+            .put(&ObjectKey::new(name), name.to_owned().into(), Condition::Always)
+            .await
+            .expect("put");
+    }
+    let file = place.scratch.join("shared");
+    let write = |key: &str| {
+        let text = format!("[train]\naws_access_key_id = {key}\naws_secret_access_key = s\n");
+        std::fs::write(&file, text).expect("writable");
+    };
+    let variables = [
+        ("AWS_ENDPOINT_URL", place.door.endpoint()),
+        ("AWS_REGION", "us-east-1".to_owned()),
+        ("AWS_PROFILE", "train".to_owned()),
+        ("AWS_SHARED_CREDENTIALS_FILE", file.display().to_string()),
+    ];
+    let variables = variables.map(|(name, value)| (name.to_owned(), value));
+    write("key-1");
+    place.door.accept("key-1", ("403 Forbidden", "InvalidAccessKeyId"));
+    let (home, folder) = (place.scratch.join("home"), place.scratch.join("mnt"));
+    let url = place.bucket.url().to_string();
+    let mut mount = Mount::new(&home, &url, &folder, &["--read-only"], &variables);
+    let read = |name: &str| std::fs::read_to_string(folder.join(name));
+    assert_eq!(read("a").expect("with the first key"), "a");
+    let rotations = [
+        ("b", "key-2", ("403 Forbidden", "InvalidAccessKeyId")),
+        ("c", "key-3", ("400 Bad Request", "ExpiredToken")),
+    ];
+    for (name, key, refusal) in rotations {
+        place.door.take_requests();
+        write(key);
+        place.door.accept(key, refusal);
+        assert_eq!(read(name).expect(key), name);
+        let keys = place.door.keys();
+        assert!(keys.iter().any(|used| used != key), "one is refused, which is how it is known: {keys:?}");
+        assert_eq!(keys.last().map(String::as_str), Some(key), "{keys:?}");
+    }
+    place.door.take_requests();
+    place.door.accept("key-4", ("403 Forbidden", "InvalidAccessKeyId"));
+    assert_eq!(read("d").expect_err("nobody has that key").kind(), std::io::ErrorKind::PermissionDenied);
+    let (keys, failed) = (place.door.keys(), mount.log().matches("request failed").count());
+    assert_eq!(keys, vec!["key-3"; failed], "a file that says the same is no reason to ask again");
+    mount.unmount();
+}
+
 /// The program's credentials live six seconds: a mount asks for new ones in time and goes on.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_mount_renews_what_a_program_gives() {
@@ -256,29 +311,40 @@ async fn a_mount_renews_what_a_program_gives() {
     let value = |name: &str| variables.iter().find(|(key, _)| key == name).expect(name).1.clone();
     let (runs, program) = (scratch.join("runs"), scratch.join("program"));
     let script = format!(
-        "#!/bin/sh\necho run >> {}\ncat <<END\n{{\"Version\": 1, \"AccessKeyId\": \"{}\", \
+        "#!/bin/sh\necho run $1 >> {}\ncat <<END\n{{\"Version\": 1, \"AccessKeyId\": \"{}\", \
          \"SecretAccessKey\": \"{}\", \"Expiration\": \"$(date -u -d '+6 seconds' +%Y-%m-%dT%H:%M:%SZ)\"}}\nEND\n",
         runs.display(),
         value("AWS_ACCESS_KEY_ID"),
         value("AWS_SECRET_ACCESS_KEY"),
     );
     std::fs::write(&program, script).expect("writable");
-    let profile = format!("[default]\nregion = us-east-1\ncredential_process = sh {}\n", program.display());
-    std::fs::write(scratch.folder("home/.aws").join("config"), profile).expect("writable");
+    let profile = |run: &str| {
+        let profile =
+            format!("[default]\nregion = us-east-1\ncredential_process = sh {} {run}\n", program.display());
+        std::fs::write(scratch.folder("home/.aws").join("config"), profile).expect("writable");
+    };
+    profile("first");
     let endpoint = [("AWS_ENDPOINT_URL".to_owned(), server.endpoint())];
     let (home, folder, url) = (scratch.join("home"), scratch.join("mnt"), bucket.url().to_string());
     let mut mount = Mount::new(&home, &url, &folder, &["--read-only"], &endpoint);
-    let count = || std::fs::read_to_string(&runs).expect("the program ran").lines().count();
+    // The profile itself is read anew as well.
+    profile("second");
+    let ran = || std::fs::read_to_string(&runs).expect("the program ran");
     let started = Instant::now();
     for number in 0..200 {
         let bytes =
             std::fs::read(folder.join(format!("{number:03}"))).expect("a file that was not read before");
         assert_eq!(bytes, b"bytes");
-        if count() > 1 {
+        if ran().contains("run second") {
             break;
         }
         std::thread::sleep(Duration::from_millis(50));
     }
-    assert!(count() > 1 && started.elapsed() < DEADLINE, "{} runs in {:?}", count(), started.elapsed());
+    assert!(
+        ran().ends_with("run second\n") && started.elapsed() < DEADLINE,
+        "{}{:?}",
+        ran(),
+        started.elapsed()
+    );
     mount.unmount();
 }

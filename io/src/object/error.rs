@@ -136,14 +136,33 @@ pub(super) fn lacks_credentials(error: &object_store::Error) -> bool {
     }
 }
 
-/// Whether a store does not take temporary credentials, whatever time they were given for. A HEAD is answered without a body
-/// that would say so.
-pub(super) fn has_expired(error: &object_store::Error, is_head: bool) -> bool {
+/// What stores call credentials that they do not take, whatever time they were given for: sessions that are over, and keys that
+/// were replaced. The last ones are MinIO's and versitygw's own.
+const REFUSALS: [&str; 7] = [
+    "ExpiredToken",
+    "InvalidToken",
+    "TokenRefreshRequired",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "InvalidTokenId",
+    "XAdminUserNotFound",
+];
+
+/// Whether a store does not take these credentials, and may take newer ones. A HEAD is answered without a body that would say so:
+/// of temporary ones by a status of its own.
+pub(super) fn refuses_credentials(error: &object_store::Error, is_head: bool) -> bool {
     let text = error.to_string();
     match service_code(error).or_else(|| code_in(&text)) {
-        Some(code) => matches!(code, "ExpiredToken" | "InvalidToken" | "TokenRefreshRequired"),
+        Some(code) => REFUSALS.contains(&code),
         None => is_head && text.contains("400 Bad Request"),
     }
+}
+
+/// Whether a HEAD was denied: because of the key that signed it, of what it may do, or, where it may not list, because there is no
+/// such object.
+pub(super) fn is_denied_head(error: &object_store::Error) -> bool {
+    use object_store::Error as Store;
+    matches!(error, Store::PermissionDenied { .. } | Store::Unauthenticated { .. })
 }
 
 /// How long nothing had moved, in milliseconds, where that is what ended an attempt.
@@ -350,8 +369,12 @@ fn by_code(bucket: &str, code: &str, said: &str) -> Option<Error> {
             format!("bucket {bucket} does not exist"),
             "create it, or check its name, the region and AWS_ENDPOINT_URL",
         ),
-        // The last is versitygw's own name for the first.
-        "InvalidAccessKeyId" | "SignatureDoesNotMatch" | "InvalidToken" | "XAdminUserNotFound" => (
+        // The last two are MinIO's and versitygw's own.
+        "InvalidAccessKeyId"
+        | "SignatureDoesNotMatch"
+        | "InvalidToken"
+        | "InvalidTokenId"
+        | "XAdminUserNotFound" => (
             ErrorKind::Denied,
             format!("the store does not accept the credentials for {bucket} ({code}: {said})"),
             "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or AWS_PROFILE",
@@ -359,7 +382,8 @@ fn by_code(bucket: &str, code: &str, said: &str) -> Option<Error> {
         "ExpiredToken" | "TokenRefreshRequired" => (
             ErrorKind::Denied,
             format!("the temporary credentials for {bucket} have expired ({said})"),
-            "get new ones: log in again (aws sso login); keys in the environment or in a file are read when it is mounted: mount again",
+            "get new ones: log in again (aws sso login), or write them into the credentials file, which is read anew; those of the \
+             environment are read once: mount again",
         ),
         "InvalidBucketName" => (
             ErrorKind::Invalid,

@@ -177,7 +177,7 @@ async fn certificates(file: &str) -> Result<String> {
 struct Told {
     builder: AmazonS3Builder,
     wishes: Wishes,
-    /// Where credentials come from, if not from keys.
+    /// Where credentials come from, if not from the environment.
     origin: Option<Origin>,
     /// Authorities to trust besides the system's.
     trusted: Option<String>,

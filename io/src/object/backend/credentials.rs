@@ -1,10 +1,11 @@
-//! Temporary AWS credentials: of profiles that assume a role, log in through SSO or run a program, of a web identity, of a
-//! container (ECS, EKS Pod Identity), and of an instance.
+//! AWS credentials that change: of profiles that assume a role, log in through SSO or run a program, of a web identity, of a
+//! container (ECS, EKS Pod Identity), of an instance; and the keys of a profile's file, which somebody may replace.
 //!
-//! The `aws-config` crate knows how each is obtained; its requests go over object_store's HTTP client. What it gives
-//! is kept until a quarter of its lifetime, or five minutes if that is less, is left, and then asked for anew: by one
+//! The `aws-config` crate knows how the temporary ones are obtained; its requests go over object_store's HTTP client. What it
+//! gives is kept until a quarter of its lifetime, or five minutes if that is less, is left, and then asked for anew: by one
 //! request while the others wait. As long as the old credentials hold, a failure to get new ones is only a warning. A store may
-//! refuse them before their time, as when a session was revoked: then they are asked for at once.
+//! refuse them before their time, as when a session was revoked: then they are asked for at once. Keys of a file are read anew
+//! every [`REREAD`], and whenever the store refuses them: that costs two small files, and no service is asked.
 
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
@@ -18,7 +19,7 @@ use aws_config::profile::ProfileFileCredentialsProvider;
 use aws_config::provider_config::ProviderConfig;
 use aws_config::web_identity_token::WebIdentityTokenCredentialsProvider;
 use aws_credential_types::Credentials;
-use aws_credential_types::provider::{ProvideCredentials, SharedCredentialsProvider};
+use aws_credential_types::provider::{ProvideCredentials, SharedCredentialsProvider, future};
 use aws_smithy_runtime_api::client::http::{
     HttpConnector as SmithyConnector, HttpConnectorFuture, SharedHttpConnector, http_client_fn,
 };
@@ -31,14 +32,17 @@ use object_store::client::{HttpClient, HttpConnector, HttpRequestBody, ReqwestCo
 use object_store::{Certificate, ClientOptions, CredentialProvider, Result};
 use parking_lot::Mutex;
 
+use super::profile_file::ProfileFiles;
 use super::send::generic;
 use crate::clock::Clock;
 use crate::object::error::Fault;
 use crate::task::TaskGroup;
 
-/// Where temporary credentials come from.
+/// Where credentials come from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Origin {
+    /// The keys of a profile, in a file.
+    Keys(ProfileFiles),
     /// A profile with a role, a login or a program.
     Profile(String),
     /// The token file that `AWS_WEB_IDENTITY_TOKEN_FILE` names, for the role of `AWS_ROLE_ARN`.
@@ -52,6 +56,7 @@ pub(super) enum Origin {
 impl std::fmt::Display for Origin {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
+            Self::Keys(files) => write!(f, "the keys of AWS profile `{}`", files.name()),
             Self::Profile(name) => write!(f, "AWS profile `{name}`"),
             Self::WebIdentity(file) => write!(f, "the web identity token {file}"),
             Self::Container(address) => write!(f, "the container's endpoint {address}"),
@@ -62,20 +67,23 @@ impl std::fmt::Display for Origin {
 }
 
 impl Origin {
-    fn provider(&self, config: &ProviderConfig) -> Result<SharedCredentialsProvider> {
+    /// Who gives them; `config` makes what asks services.
+    fn provider(&self, config: impl FnOnce() -> Result<ProviderConfig>) -> Result<SharedCredentialsProvider> {
         Ok(match self {
-            Self::Profile(name) => SharedCredentialsProvider::new(
-                ProfileFileCredentialsProvider::builder().configure(config).profile_name(name).build(),
-            ),
-            Self::WebIdentity(_) => SharedCredentialsProvider::new(
-                WebIdentityTokenCredentialsProvider::builder().configure(config).build(),
-            ),
-            Self::Container(_) => {
-                SharedCredentialsProvider::new(EcsCredentialsProvider::builder().configure(config).build())
+            Self::Keys(files) => SharedCredentialsProvider::new(files.clone()),
+            Self::Profile(name) => {
+                SharedCredentialsProvider::new(Anew { name: name.clone(), config: config()? })
             }
+            Self::WebIdentity(_) => SharedCredentialsProvider::new(
+                WebIdentityTokenCredentialsProvider::builder().configure(&config()?).build(),
+            ),
+            Self::Container(_) => SharedCredentialsProvider::new(
+                EcsCredentialsProvider::builder().configure(&config()?).build(),
+            ),
             Self::Instance(address) => {
+                let config = config()?;
                 let client = imds::Client::builder()
-                    .configure(config)
+                    .configure(&config)
                     .max_attempts(METADATA_ATTEMPTS)
                     .operation_timeout(METADATA_DEADLINE);
                 let client = match address {
@@ -83,7 +91,7 @@ impl Origin {
                     None => client,
                 };
                 let provider =
-                    ImdsCredentialsProvider::builder().configure(config).imds_client(client.build());
+                    ImdsCredentialsProvider::builder().configure(&config).imds_client(client.build());
                 SharedCredentialsProvider::new(provider.build())
             }
         })
@@ -92,6 +100,9 @@ impl Origin {
     /// What to look at where it gives none.
     fn hint(&self) -> String {
         match self {
+            Self::Keys(_) => "look into ~/.aws/credentials and ~/.aws/config, or where AWS_SHARED_CREDENTIALS_FILE and \
+                AWS_CONFIG_FILE say that they are"
+                .to_owned(),
             Self::Profile(name) => format!(
                 "see what `aws sts get-caller-identity --profile {name}` says; \
                 logins are renewed with `aws sso login --profile {name}`"
@@ -111,6 +122,25 @@ impl Origin {
     }
 }
 
+/// A profile whose files are read anew each time: aws-config's own provider keeps what it found there at first, such as the keys
+/// with which a role is assumed.
+#[derive(Debug)]
+struct Anew {
+    name: String,
+    config: ProviderConfig,
+}
+
+impl ProvideCredentials for Anew {
+    fn provide_credentials<'a>(&'a self) -> future::ProvideCredentials<'a>
+    where
+        Self: 'a,
+    {
+        let builder = ProfileFileCredentialsProvider::builder().configure(&self.config);
+        let provider = builder.profile_name(&self.name).build();
+        future::ProvideCredentials::new(async move { provider.provide_credentials().await })
+    }
+}
+
 /// How often a metadata service is asked, each time for a second or two, and for how long in all: it is on this host.
 const METADATA_ATTEMPTS: u32 = 3;
 const METADATA_DEADLINE: Duration = Duration::from_secs(8);
@@ -118,6 +148,8 @@ const METADATA_DEADLINE: Duration = Duration::from_secs(8);
 const AHEAD: Duration = Duration::from_secs(300);
 /// After a failure the old ones serve this long before it is tried again, and so do new ones that the store refuses.
 const PAUSE: Duration = Duration::from_secs(10);
+/// How old the keys of a file may be.
+const REREAD: Duration = Duration::from_secs(30);
 /// Whoever asks while they still hold waits this long for new ones.
 const GRACE: Duration = Duration::from_secs(1);
 /// Longest that a program or a token service may take: a person may have to touch a key.
@@ -157,37 +189,40 @@ struct Current {
     expires: Option<i64>,
     /// When they were asked for, or newer ones in vain.
     asked_at: i64,
+    /// Newer ones were asked for in vain, which was said.
+    is_left: bool,
 }
 
 impl Renewed {
     /// Gets the first credentials: what is wrong with a profile is told at once. `region` is asked for tokens; `trusted` are
     /// certificates of authorities, in PEM, besides the system's.
     pub(super) async fn open(origin: Origin, region: Option<String>, trusted: Option<&str>) -> Result<Self> {
-        let mut options = ClientOptions::default().with_allow_http(true);
-        for certificate in Certificate::from_pem_bundle(trusted.unwrap_or_default().as_bytes())? {
-            options = options.with_root_certificate(certificate);
-        }
-        let client = ReqwestConnector::default().connect(&options)?;
-        let connector = SharedHttpConnector::new(Connector(client));
-        let region = region.unwrap_or_else(|| "us-east-1".into());
-        let config = ProviderConfig::without_region()
-            .with_region(Some(Region::new(region)))
-            .with_http_client(http_client_fn(move |_, _| connector.clone()));
-        let provider = origin.provider(&config)?;
+        let provider = origin.provider(|| asking(region, trusted))?;
         let renewed = Self::over(origin, provider, Clock::system());
         renewed.get_credential().await?;
         Ok(renewed)
     }
 
-    /// Asks for new credentials because the store refuses those that there are, whatever their time, unless that was done a
-    /// moment ago: whoever was refused may have used the ones of before. Returns whether it is worth another request.
-    pub(super) async fn renew_refused(&self) -> bool {
+    /// Asks for new credentials because the store refuses `used`, whatever their time. Temporary ones are asked for at most once
+    /// per [`PAUSE`]. Returns whether there are others, which is worth another request.
+    pub(super) async fn renew_refused(&self, used: Option<Arc<AwsCredential>>) -> bool {
         let (source, turn) = (self.source.clone(), self.source.turn.clone().lock_owned().await);
+        let refused = used.clone();
         let renewal = self.tasks.spawn("renew", async move {
             let _turn = turn;
-            source.renew_refused().await
+            source.renew_refused(refused).await
         });
-        matches!(renewal.await, Ok(Ok(_)))
+        matches!(renewal.await, Ok(Ok(held)) if Some(&held) != used.as_ref())
+    }
+
+    /// What a request that begins now is signed with, if it need not be asked for first.
+    pub(super) fn current(&self) -> Option<Arc<AwsCredential>> {
+        self.source.current.lock().as_ref().map(|held| held.credential.clone())
+    }
+
+    /// Whether to ask for new ones disturbs nobody, however often it is done.
+    pub(super) fn are_of_file(&self) -> bool {
+        self.source.is_file()
     }
 
     pub(super) fn over(origin: Origin, provider: SharedCredentialsProvider, clock: Clock) -> Self {
@@ -197,6 +232,10 @@ impl Renewed {
 }
 
 impl Source {
+    fn is_file(&self) -> bool {
+        matches!(self.origin, Origin::Keys(_))
+    }
+
     fn held(&self) -> Held {
         let now = self.clock.wall().seconds;
         match self.current.lock().as_ref() {
@@ -216,9 +255,16 @@ impl Source {
         let fetched = self.fetch(self.clock.wall().seconds).await;
         let mut current = self.current.lock();
         match (fetched, current.as_mut()) {
-            (Ok(fetched), _) => Ok(current.insert(fetched).credential.clone()),
+            (Ok(fetched), held) => {
+                if held.is_some_and(|held| held.credential != fetched.credential) {
+                    tracing::info!(origin = %self.origin, "new credentials");
+                }
+                Ok(current.insert(fetched).credential.clone())
+            }
             (Err(error), Some(held)) => {
-                tracing::warn!(%error, "no new credentials: the old ones serve as long as they hold");
+                if !std::mem::replace(&mut held.is_left, true) {
+                    tracing::warn!(%error, "no new credentials: the old ones serve as long as they hold");
+                }
                 held.asked_at = self.clock.wall().seconds;
                 let again = held.asked_at + seconds(PAUSE);
                 held.renew_at = Some(held.expires.map_or(again, |expires| again.min(expires)));
@@ -228,15 +274,18 @@ impl Source {
         }
     }
 
-    async fn renew_refused(&self) -> Result<Arc<AwsCredential>> {
+    async fn renew_refused(&self, used: Option<Arc<AwsCredential>>) -> Result<Arc<AwsCredential>> {
         let now = self.clock.wall().seconds;
         if let Some(held) = self.current.lock().as_mut() {
-            if now < held.asked_at + seconds(PAUSE) {
+            let is_other = used.is_some_and(|used| used != held.credential);
+            if is_other || (!self.is_file() && now < held.asked_at + seconds(PAUSE)) {
                 return Ok(held.credential.clone());
             }
             held.renew_at = Some(now);
         }
-        tracing::warn!(origin = %self.origin, "the store refuses the credentials before their time: new ones are asked for");
+        if !self.is_file() {
+            tracing::warn!(origin = %self.origin, "the store refuses the credentials before their time: new ones are asked for");
+        }
         self.renew().await
     }
 
@@ -245,16 +294,26 @@ impl Source {
             let (origin, hint) = (self.origin.to_string(), self.origin.hint());
             Fault::Credentials { origin, cause, hint }
         };
-        let given = tokio::time::timeout(DEADLINE, self.provider.provide_credentials())
-            .await
-            .map_err(|_| failed(format!("no answer within {} s", DEADLINE.as_secs())))?
-            .map_err(|error| failed(causes(&error)))?;
+        let asked = self.provider.provide_credentials();
+        let given = if self.is_file() {
+            // A read that a file system hangs on goes on behind a timeout: this way there is one of them.
+            asked.await
+        } else {
+            tokio::time::timeout(DEADLINE, asked)
+                .await
+                .map_err(|_| failed(format!("no answer within {} s", DEADLINE.as_secs())))?
+        };
+        let given = given.map_err(|error| failed(causes(&error)))?;
         let expires = given.expiry().map(|time| {
             let since_1970 = time.duration_since(UNIX_EPOCH).unwrap_or_default();
             i64::try_from(since_1970.as_secs()).unwrap_or(i64::MAX)
         });
-        let renew_at = expires.map(|expires| expires - ((expires - now) / 4).clamp(0, seconds(AHEAD)));
-        Ok(Current { credential: Arc::new(convert(&given)), renew_at, expires, asked_at: now })
+        let renew_at = match self.is_file() {
+            true => Some(now + seconds(REREAD)),
+            false => expires.map(|expires| expires - ((expires - now) / 4).clamp(0, seconds(AHEAD))),
+        };
+        let credential = Arc::new(convert(&given));
+        Ok(Current { credential, renew_at, expires, asked_at: now, is_left: false })
     }
 }
 
@@ -286,6 +345,20 @@ impl CredentialProvider for Renewed {
             },
         }
     }
+}
+
+/// What aws-config asks services with.
+fn asking(region: Option<String>, trusted: Option<&str>) -> Result<ProviderConfig> {
+    let mut options = ClientOptions::default().with_allow_http(true);
+    for certificate in Certificate::from_pem_bundle(trusted.unwrap_or_default().as_bytes())? {
+        options = options.with_root_certificate(certificate);
+    }
+    let client = ReqwestConnector::default().connect(&options)?;
+    let connector = SharedHttpConnector::new(Connector(client));
+    let region = region.unwrap_or_else(|| "us-east-1".into());
+    Ok(ProviderConfig::without_region()
+        .with_region(Some(Region::new(region)))
+        .with_http_client(http_client_fn(move |_, _| connector.clone())))
 }
 
 fn seconds(duration: Duration) -> i64 {
@@ -352,7 +425,6 @@ mod tests {
     use std::sync::atomic::{AtomicI64, Ordering};
 
     use aws_credential_types::provider::error::CredentialsError;
-    use aws_credential_types::provider::future;
 
     use super::*;
 
@@ -418,15 +490,77 @@ mod tests {
         let key = async || renewed.get_credential().await.map(|credential| credential.key_id.clone());
         assert_eq!(key().await.expect("first"), "key-1");
         clock.advance(PAUSE);
+        let first = renewed.current();
         for _ in 0..3 {
-            assert!(renewed.renew_refused().await, "the next request may have others");
+            assert!(renewed.renew_refused(first.clone()).await, "the next request has others");
             assert_eq!(key().await.expect("renewed, once"), "key-2");
         }
+        assert!(!renewed.renew_refused(renewed.current()).await, "and they are refused as well");
         clock.advance(PAUSE);
         counting.fails.store(1, Ordering::Relaxed);
-        assert!(!renewed.renew_refused().await, "there are no others");
+        assert!(!renewed.renew_refused(renewed.current()).await, "there are no others");
         assert_eq!(key().await.expect("the old ones"), "key-2");
         assert_eq!(counting.given.load(Ordering::Relaxed), 3);
+    }
+
+    fn write_keys(folder: &tempfile::TempDir, text: &str) {
+        std::fs::write(folder.path().join("credentials"), text).expect("writable");
+    }
+
+    /// Keys of a file were read once, when it was mounted: a training whose keys were replaced lost its store until its end.
+    #[tokio::test]
+    async fn keys_of_a_file_are_read_anew() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let keys = |id: &str| format!("[lab]\naws_access_key_id = {id}\naws_secret_access_key = s\n");
+        write_keys(&folder, &keys("one"));
+        let path = |name: &str| folder.path().join(name).display().to_string();
+        let files = ProfileFiles::of(&[
+            ("aws_profile".to_owned(), "lab".to_owned()),
+            ("aws_shared_credentials_file".to_owned(), path("credentials")),
+            ("aws_config_file".to_owned(), path("config")),
+        ]);
+        let (clock, provider) = (Clock::manual(), SharedCredentialsProvider::new(files.clone()));
+        let renewed = Renewed::over(Origin::Keys(files), provider, clock.clone());
+        let key = async || renewed.get_credential().await.map(|credential| credential.key_id.clone());
+        assert_eq!(key().await.expect("first"), "one");
+        write_keys(&folder, &keys("two"));
+        clock.advance(REREAD - Duration::from_secs(1));
+        assert_eq!(key().await.expect("not looked at yet"), "one");
+        clock.advance(Duration::from_secs(1));
+        assert_eq!(key().await.expect("the file is read again"), "two");
+        let refused = renewed.current();
+        assert!(!renewed.renew_refused(refused.clone()).await, "it still holds what was refused");
+        write_keys(&folder, &keys("three"));
+        assert!(renewed.renew_refused(refused.clone()).await, "it holds others");
+        assert_eq!(key().await.expect("at once"), "three");
+        write_keys(&folder, &keys("four"));
+        assert!(renewed.renew_refused(refused).await, "who was refused before is sent on");
+        assert_eq!(key().await.expect("and reads nothing"), "three");
+        // Somebody is writing it, or took it away.
+        for broken in ["", "[lab]\naws_access_key_id = five\n", "[other]\n"] {
+            write_keys(&folder, broken);
+            assert!(!renewed.renew_refused(renewed.current()).await, "no others: {broken}");
+            clock.advance(REREAD);
+            assert_eq!(key().await.expect("the old ones"), "three");
+        }
+        write_keys(&folder, &keys("five"));
+        clock.advance(PAUSE);
+        assert_eq!(key().await.expect("it is whole again"), "five");
+    }
+
+    #[tokio::test]
+    async fn a_profile_with_one_key_of_two_says_which_it_lacks() {
+        let folder = tempfile::tempdir().expect("a folder");
+        for (text, lacks) in [
+            ("[default]\naws_access_key_id = a", "aws_secret_access_key"),
+            ("[default]\naws_secret_access_key = s\naws_access_key_id =", "aws_access_key_id"),
+        ] {
+            write_keys(&folder, text);
+            let file = folder.path().join("credentials").display().to_string();
+            let files = ProfileFiles::of(&[("aws_shared_credentials_file".to_owned(), file)]);
+            let failed = Renewed::open(Origin::Keys(files), None, None).await.expect_err(lacks).to_string();
+            assert!(failed.contains("AWS profile `default`") && failed.ends_with(lacks), "{failed}");
+        }
     }
 
     /// Gives key 1 at once; the next one when it is allowed to.

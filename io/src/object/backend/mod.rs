@@ -4,6 +4,7 @@ mod client;
 mod send;
 mod plain;
 mod file;
+mod profile_file;
 mod credentials;
 mod s3;
 mod azure;

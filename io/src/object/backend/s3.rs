@@ -28,7 +28,7 @@ use super::credentials::Renewed;
 use super::plain::delete_all;
 use super::send::header;
 use crate::object::OperationKind;
-use crate::object::error::{Fault, STORE, has_expired};
+use crate::object::error::{Fault, STORE, is_denied_head, refuses_credentials};
 use crate::object::key::address;
 use crate::object::layer::TOKEN_ATTRIBUTE;
 use crate::object::request::{ListRequest, Page, Reply, Request, Service, UploadId, UploadsPage};
@@ -51,7 +51,7 @@ pub(super) struct S3 {
     pub(super) deletes_many: bool,
     /// With what objects are encrypted, if with a key of one's own.
     pub(super) customer: CustomerKey,
-    /// The credentials, where they are temporary ones that are renewed from here.
+    /// The credentials, where they may change.
     pub(super) renewed: Option<Arc<Renewed>>,
 }
 
@@ -73,17 +73,17 @@ pub(super) fn page_query(list: &ListRequest) -> Vec<(&'static str, String)> {
 
 #[async_trait]
 impl Service for S3 {
-    /// Where temporary credentials are refused before their time, new ones are got, and the request is sent once more.
+    /// Where credentials are refused before their time, new ones are got, and the request is sent once more if there are any.
     async fn call(&self, request: Request) -> Result<Reply> {
         let Some(renewed) = &self.renewed else { return self.carry_out(request).await };
         let is_head = request.kind() == OperationKind::Head;
+        let used = renewed.current();
         match self.carry_out(request.clone()).await {
-            Err(error) if has_expired(&error, is_head) => {
-                if renewed.renew_refused().await {
-                    self.carry_out(request).await
-                } else {
-                    Err(error)
-                }
+            Err(error)
+                if refuses_credentials(&error, is_head)
+                    || (is_head && renewed.are_of_file() && is_denied_head(&error)) =>
+            {
+                if renewed.renew_refused(used).await { self.carry_out(request).await } else { Err(error) }
             }
             answer => answer,
         }

@@ -11,6 +11,7 @@ use object_store::RetryConfig;
 use object_store::aws::AmazonS3Builder;
 
 use super::super::credentials::{Origin, Renewed};
+use super::super::profile_file::ProfileFiles;
 use super::super::s3::{Manner, S3, Signed};
 use super::*;
 use crate::clock::Clock;
@@ -122,9 +123,9 @@ async fn bytes_that_came_too_slowly_are_sent_again() {
     assert_eq!((told.kind(), bucket.counters().retries), (ErrorKind::Invalid, 0), "{told}");
 }
 
-/// A bucket that takes no request signed with the first key of all, and says so with this code.
+/// A bucket that takes no request signed with the first key of all, and says so with this status and code.
 #[derive(Debug)]
-struct Revoking(&'static str);
+struct Revoking(u16, &'static str);
 
 #[async_trait]
 impl HttpService for Revoking {
@@ -132,8 +133,8 @@ impl HttpService for Revoking {
         let signed = request.headers()["authorization"].to_str().expect("text");
         let is_bulk = request.method() == Method::POST;
         let (status, body) = match signed.contains("key-1/") {
-            true if request.method() == Method::HEAD => (400, String::new()),
-            true => (400, format!("<Error><Code>{}</Code><Message>why</Message></Error>", self.0)),
+            true if request.method() == Method::HEAD => (self.0, String::new()),
+            true => (self.0, format!("<Error><Code>{}</Code><Message>why</Message></Error>", self.1)),
             false if is_bulk => (200, "<DeleteResult></DeleteResult>".to_owned()),
             false => (200, String::new()),
         };
@@ -161,9 +162,14 @@ impl ProvideCredentials for Numbered {
 
 /// A bucket that refuses the first credentials with `code`, after these were got a while ago.
 async fn bucket_that_revokes(code: &'static str) -> (Bucket, Arc<Renewed>) {
-    let (clock, client) = (Clock::manual(), HttpClient::new(Typed(HttpClient::new(Revoking(code)))));
+    bucket_that_answers(Origin::Profile("lab".into()), 400, code).await
+}
+
+/// The same of credentials from `origin`, by this status.
+async fn bucket_that_answers(origin: Origin, status: u16, code: &'static str) -> (Bucket, Arc<Renewed>) {
+    let (clock, client) = (Clock::manual(), HttpClient::new(Typed(HttpClient::new(Revoking(status, code)))));
     let provider = SharedCredentialsProvider::new(Numbered::default());
-    let renewed = Arc::new(Renewed::over(Origin::Profile("lab".into()), provider, clock.clone()));
+    let renewed = Arc::new(Renewed::over(origin, provider, clock.clone()));
     let store = builder(&client).with_credentials(renewed.clone()).build().expect("a store");
     let manner = Manner::InHeader { region: "r".into(), is_payer: false };
     let signed = Signed::new(Sender(client), store.clone(), manner);
@@ -186,7 +192,13 @@ async fn bucket_that_revokes(code: &'static str) -> (Bucket, Arc<Renewed>) {
 #[tokio::test]
 async fn credentials_that_are_refused_before_their_time_are_renewed() {
     let key = ObjectKey::new("k");
-    for code in ["ExpiredToken", "InvalidToken", "TokenRefreshRequired"] {
+    for code in [
+        "ExpiredToken",
+        "InvalidToken",
+        "TokenRefreshRequired",
+        "InvalidAccessKeyId",
+        "SignatureDoesNotMatch",
+    ] {
         let (bucket, _) = bucket_that_revokes(code).await;
         bucket.put(&key, "x".into(), Condition::Always).await.expect(code);
         let (bucket, _) = bucket_that_revokes(code).await;
@@ -200,4 +212,21 @@ async fn credentials_that_are_refused_before_their_time_are_renewed() {
     bucket.put(&key, "x".into(), Condition::Always).await.expect_err("no matter of time");
     let held = object_store::CredentialProvider::get_credential(&*renewed).await.expect("held");
     assert_eq!(held.key_id, "key-1");
+}
+
+/// The answer to a HEAD says 403 and nothing else, of a key that was replaced as of an object that may not be read. A file is
+/// looked at all the same; a program is not run each time.
+#[tokio::test]
+async fn a_head_that_is_denied_is_sent_again_with_the_new_keys_of_a_file() {
+    let key = ObjectKey::new("k");
+    let of_file = || Origin::Keys(ProfileFiles::of(&[]));
+    let (bucket, renewed) = bucket_that_answers(of_file(), 403, "InvalidAccessKeyId").await;
+    assert!(bucket.head(&key).await.expect("with the second key").is_some());
+    assert_eq!(renewed.current().expect("held").key_id, "key-2", "once");
+    let (bucket, renewed) =
+        bucket_that_answers(Origin::Profile("lab".into()), 403, "InvalidAccessKeyId").await;
+    bucket.head(&key).await.expect_err("denied");
+    assert_eq!(renewed.current().expect("held").key_id, "key-1");
+    bucket.put(&key, "x".into(), Condition::Always).await.expect("this answer says why");
+    assert_eq!(renewed.current().expect("held").key_id, "key-2");
 }
