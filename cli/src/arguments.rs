@@ -41,6 +41,9 @@ pub(crate) struct Global {
     /// Configuration file [default: $XDG_CONFIG_HOME/forebay/forebay.toml if there, else /etc/forebay/forebay.toml].
     #[arg(long, global = true, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
+    /// Read a bucket that anybody may read, without credentials.
+    #[arg(long, global = true)]
+    pub(crate) anonymous: bool,
 }
 
 #[derive(Debug, Subcommand)]
@@ -129,6 +132,9 @@ mod tests {
             "forebay ckpt diff s3://b/run@1 @2 --read",
             "forebay ckpt convert ./run@500 hf:/out --part model.net --max-shard-size 5GB --json",
             "forebay version",
+            "forebay --anonymous warmup s3://b/p",
+            "forebay mount s3://b /mnt --read-only --anonymous",
+            "forebay ckpt ls s3://b/run --anonymous",
         ] {
             assert!(parse(line).is_ok(), "{line}: {:?}", parse(line).err());
         }

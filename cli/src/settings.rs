@@ -38,8 +38,15 @@ pub(crate) struct MountSettings {
 }
 
 impl Settings {
-    /// Reads the file that `--config` names, which must exist, or the default one, which need not.
+    /// Reads the file that `--config` names, which must exist, or the default one, which need not; what every command takes
+    /// besides counts more.
     pub(crate) fn load(global: &Global) -> Result<Self> {
+        let mut settings = Self::read(global)?;
+        settings.volume.store.anonymous |= global.anonymous;
+        Ok(settings)
+    }
+
+    fn read(global: &Global) -> Result<Self> {
         let path = global.config.clone().unwrap_or_else(places::config);
         match std::fs::read_to_string(&path) {
             Ok(text) => {

@@ -22,16 +22,18 @@ const ACCOUNT: &str = "devstoreaccount1";
 const ACCOUNT_KEY: &str =
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==";
 
-/// Creates a container of Azurite's: object_store has no request for that. Arguments: endpoint, account, key, name.
+/// Creates a container of Azurite's: object_store has no request for that. Arguments: endpoint, account, key, name, and a header
+/// that says what anybody may read, if anything.
 const CREATE_CONTAINER: &str = r#"
 import base64, hashlib, hmac, sys, urllib.request
 from email.utils import formatdate
-endpoint, account, key, name = sys.argv[1:]
+endpoint, account, key, name, access = sys.argv[1:]
 date, version = formatdate(usegmt=True), "2021-08-06"
-signed = f"PUT\n\n\n\n\n\n\n\n\n\n\n\nx-ms-date:{date}\nx-ms-version:{version}\n/{account}/{account}/{name}\nrestype:container"
+signed = f"PUT\n\n\n\n\n\n\n\n\n\n\n\n{access}x-ms-date:{date}\nx-ms-version:{version}\n/{account}/{account}/{name}\nrestype:container"
 digest = hmac.new(base64.b64decode(key), signed.encode(), hashlib.sha256).digest()
 headers = {"x-ms-date": date, "x-ms-version": version, "Content-Length": "0",
            "Authorization": f"SharedKey {account}:{base64.b64encode(digest).decode()}"}
+headers.update(line.split(":") for line in access.split())
 url = f"{endpoint}/{account}/{name}?restype=container"
 urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=headers))
 "#;
@@ -178,13 +180,34 @@ impl Cloud {
 
     /// A handle on a bucket, through an endpoint that leads here.
     pub async fn open(&self, url: &BucketUrl, endpoint: String) -> Bucket {
-        let options = self.options(endpoint).into_iter().collect();
-        let opened = Bucket::open(url, &StoreSettings { options, ..StoreSettings::default() }).await;
+        let opened = Bucket::open(url, &self.settings_at(endpoint)).await;
         opened.unwrap_or_else(|error| panic!("{error}\n{}", self.log()))
+    }
+
+    /// The settings with which `Bucket::open` reaches it through `endpoint`.
+    pub fn settings_at(&self, endpoint: String) -> StoreSettings {
+        let options = self.options(endpoint).into_iter().collect();
+        StoreSettings { options, ..StoreSettings::default() }
+    }
+
+    /// The same without an account's key.
+    pub fn anonymous_settings(&self) -> StoreSettings {
+        let is_key = |name: &str| name.ends_with("_key");
+        let options = self.options(self.endpoint()).into_iter().filter(|(name, _)| !is_key(name)).collect();
+        StoreSettings { anonymous: true, options, ..StoreSettings::default() }
     }
 
     /// Creates a bucket of its own for a test. Returns the URL of its `prefix`.
     pub fn create_bucket(&self, prefix: &str) -> BucketUrl {
+        self.create(prefix, false)
+    }
+
+    /// The same, which anybody may read.
+    pub fn create_public_bucket(&self, prefix: &str) -> BucketUrl {
+        self.create(prefix, true)
+    }
+
+    fn create(&self, prefix: &str, is_public: bool) -> BucketUrl {
         let mut name = format!("test-{}", self.buckets.fetch_add(1, Ordering::Relaxed));
         let scheme = match (self.kind, &self.server) {
             (Kind::Google, Behind::Own(program)) => {
@@ -199,7 +222,8 @@ impl Cloud {
                 "gs"
             }
             (Kind::Azure, _) => {
-                let line = ["-c", CREATE_CONTAINER, &self.endpoint(), ACCOUNT, ACCOUNT_KEY, &name];
+                let access = if is_public { "x-ms-blob-public-access:container\n" } else { "" };
+                let line = ["-c", CREATE_CONTAINER, &self.endpoint(), ACCOUNT, ACCOUNT_KEY, &name, access];
                 run(Command::new(venv().join("bin/python")).args(line));
                 "az"
             }

@@ -60,6 +60,7 @@ fn answer(mut request: Message, server: SocketAddr) -> io::Result<Message> {
     request.headers.retain(|(name, _)| name != "authorization");
     request.headers.push(login());
     request.rename("x-goog-meta-", "x-amz-meta-");
+    request.rename("x-goog-storage-class", "x-amz-storage-class");
     let generation = request.take("x-goog-if-generation-match");
     // moto looks first and writes then: of writes with conditions there is one at a time.
     let _turn = generation.as_ref().map(|_| TURN.lock().unwrap_or_else(PoisonError::into_inner));

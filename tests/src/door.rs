@@ -20,6 +20,9 @@ const HEAD_MAX: usize = 64 << 10;
 const CONDITIONS: [&str; 4] =
     ["if-match", "if-none-match", "x-goog-if-generation-match", "x-amz-copy-source-if-match"];
 
+/// The headers by which clouds are told a storage class.
+const CLASSES: [&str; 3] = ["x-amz-storage-class", "x-goog-storage-class", "x-ms-access-tier"];
+
 /// What the door is told by itself.
 const FORGET: &str = "FORGET\r\n\r\n";
 
@@ -121,6 +124,7 @@ struct State {
     requests: Vec<String>,
     conditions: Vec<String>,
     keys: Vec<String>,
+    classes: Vec<String>,
     /// Which key the store takes, if not all, and how it refuses others.
     accepted: Option<(String, Refusal)>,
     chance: StdRng,
@@ -135,9 +139,9 @@ impl Door {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let address = listener.local_addr()?;
         let (chance, troubles) = (StdRng::seed_from_u64(0), BTreeMap::new());
-        let (requests, conditions, keys, accepted) = Default::default();
+        let (requests, conditions, keys, classes, accepted) = Default::default();
         let manner = Manner::Pass;
-        let state = State { manner, requests, conditions, keys, accepted, chance, troubles, age: 0 };
+        let state = State { manner, requests, conditions, keys, classes, accepted, chance, troubles, age: 0 };
         let state = Arc::new(Mutex::new(state));
         let shared = state.clone();
         thread::spawn(move || {
@@ -191,7 +195,13 @@ impl Door {
         let mut state = lock(&self.state);
         state.conditions.clear();
         state.keys.clear();
+        state.classes.clear();
         std::mem::take(&mut state.requests)
+    }
+
+    /// Takes the requests since the last call that name a storage class, each as `METHOD /path?query CLASS`.
+    pub fn take_classes(&self) -> Vec<String> {
+        std::mem::take(&mut lock(&self.state).classes)
     }
 
     /// The id of the access key with which each of those requests was signed, nothing for one that was not.
@@ -211,12 +221,14 @@ impl State {
         &mut self,
         request: &str,
         range: Option<&str>,
-        (conditions, key): (Vec<&str>, &str),
+        (conditions, class, key): (Vec<&str>, Option<&str>, &str),
     ) -> (Manner, Option<Trouble>) {
         let is_conditional = !conditions.is_empty();
         let range = range.map(|range| format!(" {range}")).unwrap_or_default();
-        self.requests.push(format!("{}{range}", request.trim_end_matches(" HTTP/1.1")));
+        let plain = request.trim_end_matches(" HTTP/1.1");
+        self.requests.push(format!("{plain}{range}"));
         self.keys.push(key.to_owned());
+        self.classes.extend(class.map(|class| format!("{plain} {class}")));
         if !request.starts_with("GET") {
             self.conditions.extend(conditions.into_iter().map(str::to_owned));
         }
@@ -260,8 +272,10 @@ fn serve(mut client: TcpStream, server: SocketAddr, state: &Mutex<State>, age: u
         .find(|line| name(line) == "authorization")
         .and_then(|line| line.split_once("Credential="));
     let key = signed.and_then(|(_, rest)| rest.split('/').next()).unwrap_or_default();
+    let class = lines.clone().find(|line| CLASSES.contains(&name(line).as_str()));
+    let class = class.and_then(|line| line.split_once(':')).map(|(_, class)| class.trim());
     let is_head = request.starts_with("HEAD");
-    let (manner, trouble) = lock(state).meet(request, range, (conditions, key));
+    let (manner, trouble) = lock(state).meet(request, range, (conditions, class, key));
     if let Some((_, (status, code))) = lock(state).accepted.clone().filter(|(accepted, _)| accepted != key) {
         return refuse(client, status, code, is_head);
     }

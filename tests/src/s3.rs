@@ -123,12 +123,35 @@ impl Server {
         assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
     }
 
+    /// Puts an object at `/BUCKET/KEY` that anybody may read. moto only.
+    pub fn put_public(&self, path: &str, body: &str) {
+        let public = "x-amz-acl: public-read\r\n";
+        let answer = self.program.request_with(&format!("PUT /{path}"), public, body);
+        let answer = answer.expect("the server answers");
+        assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
+    }
+
     /// Puts an object at `/BUCKET/KEY` that is archived at once. moto only.
     pub fn put_archived(&self, path: &str, body: &str) {
         let class = "x-amz-storage-class: GLACIER\r\n";
         let answer =
             self.program.request_with(&format!("PUT /{path}"), class, body).expect("the server answers");
         assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
+    }
+
+    /// The storage class of the object at `/BUCKET/KEY`, URL-encoded, as S3 says it: nothing for the usual one. moto only.
+    pub fn storage_class(&self, path: &str) -> Option<String> {
+        // It looks at who asks, not at the signature.
+        let login = "Authorization: AWS4-HMAC-SHA256 Credential=test/20200101/us-east-1/s3/aws4_request, \
+            SignedHeaders=host, Signature=0\r\n";
+        let head = self.program.request_with(&format!("HEAD /{path}"), login, "");
+        let answer = head.expect("the server answers");
+        assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
+        let header = |line: &str| {
+            let (name, value) = line.split_once(':')?;
+            name.eq_ignore_ascii_case("x-amz-storage-class").then(|| value.trim().to_owned())
+        };
+        answer.lines().find_map(header).filter(|class| class != "STANDARD")
     }
 
     /// The settings with which `Bucket::open` reaches it.

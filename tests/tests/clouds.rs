@@ -9,7 +9,7 @@ use forebay_core::{ErrorKind, ObjectKey};
 use forebay_io::object::{Bucket, Condition, MIN_PART_BYTES, Upload, UploadNotes, UploadOptions};
 use forebay_tests::cloud::Cloud;
 use forebay_tests::{
-    Door, Manner, Mount, Names, Scratch, assert_same_trees, require_fuse, sample_tree, shell,
+    Door, Forebay, Manner, Mount, Names, Scratch, assert_same_trees, require_fuse, sample_tree, shell,
 };
 use futures::TryStreamExt;
 use futures::future::join_all;
@@ -259,6 +259,51 @@ async fn keys_of_a_google_bucket_that_have_no_address_are_left_out() {
     let page = bucket.list_directory("d").await.expect("a directory");
     assert_eq!(page.directories, ["sub", "twice"]);
     assert_eq!(page.objects.iter().map(|object| object.key.as_str()).collect::<Vec<_>>(), ["d/plain"]);
+}
+
+/// A pod's login that nobody here understands was "no variant" of something, and kept public buckets from being read as well.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_federated_login_to_google_is_told_and_a_public_bucket_needs_none() {
+    let Some(cloud) = Cloud::google() else { return };
+    let (scratch, url) = (Scratch::new(), cloud.create_bucket("data"));
+    cloud.put_json(&cloud.bucket_at(&url).await, "a", "bytes");
+    let login = scratch.join("federation.json");
+    let text = r#"{"type": "external_account", "audience": "//iam.googleapis.com/projects/1", "token_url": "https://sts.googleapis.com",
+        "subject_token_type": "urn:ietf:params:oauth:token-type:jwt", "credential_source": {"file": "/var/run/token"}}"#;
+    std::fs::write(&login, text).expect("writable");
+    let mut settings = cloud.anonymous_settings();
+    settings.options.insert("google_application_credentials".to_owned(), login.display().to_string());
+    let bucket = Bucket::open(&url, &settings).await.expect("it needs no login");
+    assert_eq!(whole(&bucket, "a").await, "bytes");
+    settings.anonymous = false;
+    let refused = Bucket::open(&url, &settings).await.expect_err("a login of another kind");
+    assert_eq!(refused.kind(), ErrorKind::Unsupported, "{refused}");
+    let variables = [("GOOGLE_APPLICATION_CREDENTIALS".to_owned(), login.display().to_string())];
+    let line =
+        ["doctor", &url.to_string(), "--read-only", "--state-dir", scratch.path().to_str().expect("text")];
+    let told = Forebay::new(&scratch.join("home"), line).envs(&variables).run();
+    for part in [
+        "federation.json is a workload identity federation (`external_account`), which is not supported for gs://",
+        "hint: on GKE, unset GOOGLE_APPLICATION_CREDENTIALS",
+        "the key of a service account",
+    ] {
+        assert!(told.stdout.contains(part), "{part}: {told}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_azure_container_that_anybody_may_read_is_read_without_a_key() {
+    let Some(cloud) = Cloud::azure() else { return };
+    let url = cloud.create_public_bucket("data");
+    let own = cloud.bucket_at(&url).await;
+    for key in ["a", "d/b"] {
+        own.put(&ObjectKey::new(key), "bytes".into(), Condition::Always).await.expect("put");
+    }
+    let bucket = Bucket::open(&url, &cloud.anonymous_settings()).await.expect("anybody may");
+    assert_eq!(whole(&bucket, "d/b").await, "bytes");
+    assert_eq!(bucket.list_directory("").await.expect("listed").directories, ["d"]);
+    let closed = Bucket::open(&cloud.create_bucket("data"), &cloud.anonymous_settings()).await;
+    closed.expect_err("nobody but its owner");
 }
 
 /// Google unpacks what is marked as compressed, unless it is told that the reader takes it so.

@@ -4,7 +4,9 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use forebay_tests::s3::Server;
 use forebay_tests::{Forebay, Mount, Outcome, Scratch, require_fuse};
+use futures::TryStreamExt;
 use serde_json::{Value, json};
 
 fn ckpt(scratch: &Scratch, args: &[&str]) -> Outcome {
@@ -37,6 +39,23 @@ fn tensors(path: &Path) -> Vec<u8> {
     let bytes = fs::read(path).expect("a model");
     let header = u64::from_le_bytes(*bytes.first_chunk().expect("a length")) as usize;
     bytes[8 + header..].to_vec()
+}
+
+/// What trainings and this write has no settings file: the environment names the class.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_step_in_a_bucket_gets_the_storage_class_of_the_environment() {
+    let (scratch, server) = (Scratch::new(), Server::shared());
+    let (hub, bucket) = (scratch.join("hub"), server.bucket("run").await);
+    model(&hub, 9);
+    let variables = [server.envs(), vec![("AWS_STORAGE_CLASS".to_owned(), "INTELLIGENT_TIERING".to_owned())]];
+    let words = ["ckpt", "convert", &format!("hf:{}", hub.display()), &format!("{}@7", bucket.url())];
+    Forebay::new(&scratch.folder("home"), words).envs(&variables.concat()).run().succeeded();
+    let keys: Vec<_> = bucket.list("").map_ok(|object| object.key).try_collect().await.expect("a listing");
+    assert!(!keys.is_empty());
+    for key in keys {
+        let class = server.storage_class(&format!("{}/run/{}", bucket.url().bucket, key.as_str()));
+        assert_eq!(class.as_deref(), Some("INTELLIGENT_TIERING"), "{key}");
+    }
 }
 
 #[test]

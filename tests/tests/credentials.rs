@@ -1,8 +1,8 @@
 //! The AWS credential chain, from files and environment to requests that a store accepts: each case runs the binary
 //! with a home of its own and no keys in its environment.
 
-use std::io::{Read, Write};
-use std::net::TcpListener;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use forebay_core::ObjectKey;
@@ -35,12 +35,17 @@ impl Place {
 
     /// `forebay doctor` on the bucket with these variables besides the store's endpoint.
     fn doctor(&self, variables: &[(&str, &str)]) -> Outcome {
+        self.run("doctor", &["--read-only"], variables)
+    }
+
+    /// A command on the bucket with these options and variables besides.
+    fn run(&self, command: &str, options: &[&str], variables: &[(&str, &str)]) -> Outcome {
         let owned = variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
         let endpoint = ("AWS_ENDPOINT_URL".to_owned(), self.door.endpoint());
         let variables: Vec<_> = [endpoint].into_iter().chain(owned).collect();
         let url = self.bucket.url().to_string();
-        let line =
-            ["doctor", &url, "--read-only", "--state-dir", self.scratch.path().to_str().expect("text")];
+        let state = self.scratch.path().to_str().expect("text");
+        let line = [&[command, &url, "--state-dir", state], options].concat();
         Forebay::new(&self.scratch.join("home"), line).envs(&variables).run()
     }
 }
@@ -120,18 +125,15 @@ fn portal() -> String {
 }
 
 /// A service on this host that answers the heads of requests, or refuses them.
-fn answering(answer: impl Fn(&str) -> Option<&'static str> + Send + 'static) -> String {
+fn answering<T: AsRef<str>>(answer: impl Fn(&str) -> Option<T> + Send + 'static) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback has free ports");
     let endpoint = format!("http://{}", listener.local_addr().expect("an address"));
     std::thread::spawn(move || {
         for mut client in listener.incoming().flatten() {
-            let mut head = [0; 16 << 10];
-            let read = client.read(&mut head).unwrap_or(0);
-            let body = answer(
-                &String::from_utf8_lossy(&head[..read]).to_ascii_lowercase().replacen("get", "GET", 1),
-            );
+            let head = read_request(&mut client);
+            let body = answer(&head.to_ascii_lowercase().replacen("get", "GET", 1));
             let status = if body.is_some() { "200 OK" } else { "404 Not Found" };
-            let body = body.unwrap_or_default();
+            let body = body.as_ref().map(AsRef::as_ref).unwrap_or_default();
             let length = body.len();
             let head = format!(
                 "HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n"
@@ -143,6 +145,24 @@ fn answering(answer: impl Fn(&str) -> Option<&'static str> + Send + 'static) -> 
         }
     });
     endpoint
+}
+
+/// The head of a request, whose body is read and dropped.
+fn read_request(client: &mut TcpStream) -> String {
+    let (mut reader, mut head, mut length) = (BufReader::new(client), String::new(), 0);
+    loop {
+        let before = head.len();
+        let read = reader.read_line(&mut head).unwrap_or(0);
+        let line = head[before..].to_ascii_lowercase();
+        if let Some(value) = line.strip_prefix("content-length:") {
+            length = value.trim().parse().unwrap_or(0);
+        }
+        if read == 0 || line.trim().is_empty() {
+            // A client that goes away early fails its own test.
+            let _ = io::copy(&mut reader.take(length), &mut io::sink());
+            return head;
+        }
+    }
 }
 
 /// As ECS gives them, and EKS by Pod Identity: with a token, of which a file has the present one.
@@ -238,6 +258,44 @@ fn a_program_of_a_profile_is_run_where_nobody_says_which_the_home_directory_is()
     let told = shell(scratch.path(), &format!("unshare --mount sh -c '{asked}'"));
     assert!(ran.exists(), "{told}");
     assert!(told.stdout.contains("AWS profile `program`"), "{told}");
+}
+
+/// Only a variable of the environment did it, which nobody found.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_bucket_that_anybody_may_read_is_read_without_credentials() {
+    let place = Place::new("").await;
+    Server::shared().put_public(&format!("{}/a", place.bucket.url().bucket), "bytes");
+    place.door.accept("", ("403 Forbidden", "AccessDenied"));
+    let none = [("AWS_EC2_METADATA_DISABLED", "true"), ("AWS_REGION", "us-east-1")];
+    let refused = place.doctor(&none);
+    let told = ["no credentials for", "a bucket that anybody may read needs none with --anonymous"];
+    assert!(told.iter().all(|text| refused.stdout.contains(text)), "{refused}");
+    assert!(place.door.take_requests().is_empty(), "nothing was asked");
+    let outcome = place.run("doctor", &["--read-only", "--anonymous"], &none);
+    assert!(outcome.stdout.contains("can be listed without credentials"), "{outcome}");
+    // Credentials that are there are not used.
+    let some = [("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "s"), ("AWS_REGION", "us-east-1")];
+    let cache = place.scratch.folder("cache").display().to_string();
+    place.run("warmup", &["--anonymous", "--cache-dir", &cache], &some).succeeded();
+    let keys = place.door.keys();
+    assert!(!keys.is_empty() && keys.iter().all(String::is_empty), "{keys:?}");
+    if require_fuse("a_bucket_that_anybody_may_read_is_read_without_credentials") {
+        let variables = [
+            ("AWS_ENDPOINT_URL".to_owned(), place.door.endpoint()),
+            ("AWS_REGION".to_owned(), "us-east-1".to_owned()),
+        ];
+        let (folder, url) = (place.scratch.join("mnt"), place.bucket.url().to_string());
+        for options in [&["--read-only", "--anonymous"][..], &["-o", "ro,anonymous"]] {
+            let mut mount = Mount::new(&place.scratch.join("home"), &url, &folder, options, &variables);
+            assert_eq!(std::fs::read(folder.join("a")).expect("read"), b"bytes");
+            mount.unmount();
+        }
+    }
+    place.door.accept("key", ("403 Forbidden", "AccessDenied"));
+    let refused = place.run("doctor", &["--read-only", "--anonymous"], &none);
+    let told =
+        ["access to s3://", "is denied", "hint: not anybody may list this bucket: leave out --anonymous"];
+    assert!(told.iter().all(|text| refused.stdout.contains(text)), "{refused}");
 }
 
 /// A training's keys were read when it was mounted: whoever replaced them, as agents of vaults and sidecars do every few hours,
@@ -346,5 +404,61 @@ async fn a_mount_renews_what_a_program_gives() {
         ran(),
         started.elapsed()
     );
+    mount.unmount();
+}
+
+/// What aws-config found in the files at first it kept: a role whose own keys were replaced could not be assumed any more.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_role_is_assumed_with_the_keys_that_stand_in_the_file_by_then() {
+    if !require_fuse("a_role_is_assumed_with_the_keys_that_stand_in_the_file_by_then") {
+        return;
+    }
+    let place = Place::new("").await;
+    for number in 0..200 {
+        let key = ObjectKey::new(format!("{number:03}"));
+        place.bucket.put(&key, "bytes".into(), Condition::Always).await.expect("put");
+    }
+    // Its sessions last six seconds, and are named after the keys that they are asked for with.
+    let service = answering(|request| {
+        let (_, rest) = request.split_once("credential=")?;
+        let key = rest.split('/').next()?;
+        let expires = shell("/".as_ref(), "date -u -d '+6 seconds' +%Y-%m-%dT%H:%M:%SZ").succeeded();
+        Some(format!(
+            "<AssumeRoleResponse xmlns=\"https://sts.amazonaws.com/doc/2011-06-15/\"><AssumeRoleResult><Credentials>\
+             <AccessKeyId>of-{key}</AccessKeyId><SecretAccessKey>s</SecretAccessKey><SessionToken>t</SessionToken>\
+             <Expiration>{}</Expiration></Credentials></AssumeRoleResult></AssumeRoleResponse>",
+            expires.trim()
+        ))
+    });
+    let file = place.scratch.join("home/.aws/config");
+    let write = |key: &str| {
+        let text = format!(
+            "[profile base]\naws_access_key_id = {key}\naws_secret_access_key = s\n[profile role]\n\
+             role_arn = arn:aws:iam::123456789012:role/reader\nsource_profile = base\nregion = us-east-1\n"
+        );
+        std::fs::write(&file, text).expect("writable");
+    };
+    write("first");
+    let variables = [
+        ("AWS_ENDPOINT_URL", place.door.endpoint()),
+        ("AWS_ENDPOINT_URL_STS", service),
+        ("AWS_PROFILE", "role".to_owned()),
+    ];
+    let variables = variables.map(|(name, value)| (name.to_owned(), value));
+    let (home, folder, url) =
+        (place.scratch.join("home"), place.scratch.join("mnt"), place.bucket.url().to_string());
+    let mut mount = Mount::new(&home, &url, &folder, &["--read-only"], &variables);
+    assert_eq!(place.door.keys()[0], "of-first");
+    write("second");
+    let started = Instant::now();
+    for number in 0..200 {
+        std::fs::read(folder.join(format!("{number:03}"))).expect("a file that was not read before");
+        if place.door.keys().iter().any(|key| key == "of-second") {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let keys = place.door.keys();
+    assert!(keys.iter().any(|key| key == "of-second") && started.elapsed() < DEADLINE, "{keys:?}");
     mount.unmount();
 }

@@ -18,6 +18,8 @@ use futures::TryStreamExt;
 mod basics;
 #[path = "object_store/answers.rs"]
 mod answers;
+#[path = "object_store/classes.rs"]
+mod classes;
 #[path = "object_store/faults.rs"]
 mod faults;
 #[path = "object_store/keys.rs"]

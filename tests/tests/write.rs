@@ -370,3 +370,45 @@ for r in range({round} + 1):
     }
     walk.mount.unmount();
 }
+
+/// What is written gets it, however it came to its key; what the tree writes for itself does not.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn files_get_the_storage_class_that_a_mount_was_given() {
+    if !require_fuse("files_get_the_storage_class_that_a_mount_was_given") {
+        return;
+    }
+    let options = ["--take-over", "--storage-class", "STANDARD_IA"];
+    let mut walk = Walk::s3(Server::start(), &options).await;
+    walk.sh("echo small > small && head -c 9000000 /dev/zero > large && echo moved > before && sync -f .");
+    walk.sh("mv before after && mkdir d && cp large d/copied && mv large d/large");
+    walk.mount.unmount();
+    let server = walk.server.as_ref().expect("it is over S3");
+    let objects: Vec<_> = walk.bucket.list("").try_collect().await.expect("a listing");
+    let mut classed = Vec::new();
+    for object in objects {
+        let key = object.key.as_str();
+        let class = server.storage_class(&format!("{}/some/prefix/{key}", walk.bucket.url().bucket));
+        match key.starts_with(".forebay/") && !key.starts_with(".forebay/blobs/") {
+            true => assert_eq!(class, None, "{key}"),
+            false => assert_eq!(class.as_deref(), Some("STANDARD_IA"), "{key}"),
+        }
+        classed.extend(class.map(|_| key.to_owned()));
+    }
+    classed.retain(|key| !key.starts_with(".forebay/"));
+    assert_eq!(classed, ["after", "d/copied", "d/large", "small"]);
+    let url = walk.bucket.url().to_string();
+    let folder = walk.scratch.folder("other").display().to_string();
+    let line = ["mount", &url, &folder, "--storage-class", "NO_SUCH", "--take-over"];
+    let home = walk.scratch.folder("third-home");
+    let refused = Forebay::new(&home, line).envs(&server.envs()).run();
+    refused.failed_with("InvalidStorageClass", "the store has no such storage class");
+    for (class, told) in [
+        ("STANDARD_IA", "STANDARD_IA, of what is written"),
+        ("NO_SUCH", "hint: the store has no such storage class"),
+        ("GLACIER", "hint: GLACIER_IR can be read at once"),
+    ] {
+        let variables = [server.envs(), vec![("AWS_STORAGE_CLASS".to_owned(), class.to_owned())]].concat();
+        let doctor = Forebay::new(&home, ["doctor", &url]).envs(&variables).run();
+        assert!(doctor.stdout.contains(told), "{doctor}");
+    }
+}

@@ -1,6 +1,5 @@
 //! `forebay ckpt convert`: steps from and to Hugging Face directories, and, by the Python package, torch's own files.
 
-use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -12,7 +11,7 @@ use forebay_core::units::{format_bytes, parse_bytes};
 use forebay_core::{Error, ErrorKind, Result};
 use forebay_io::clock::Clock;
 use forebay_io::files::make_directory;
-use forebay_io::object::BucketUrl;
+use forebay_io::object::{BucketUrl, StoreSettings};
 use forebay_io::rng::Rng;
 use forebay_io::task;
 use serde::{Deserialize, Serialize};
@@ -200,14 +199,16 @@ struct Told {
 
 /// How the Python package hears of the options that a store is opened with: by their variables, of which each kind of store
 /// takes its own.
-fn options_as_environment(options: &BTreeMap<String, String>) -> Vec<(String, &String)> {
+fn options_as_environment(store: &StoreSettings) -> Vec<(String, String)> {
     const KINDS: [&str; 3] = ["AWS_", "GOOGLE_", "AZURE_"];
+    let anonymous = store.anonymous.then(|| ("skip_signature".to_owned(), "true".to_owned()));
+    let class = store.storage_class.clone().map(|class| ("storage_class".to_owned(), class));
     let mut variables = Vec::new();
-    for (name, value) in options {
+    for (name, value) in store.options.clone().into_iter().chain(anonymous).chain(class) {
         let name = name.to_ascii_uppercase();
         match KINDS.iter().any(|kind| name.starts_with(kind)) {
             true => variables.push((name, value)),
-            false => variables.extend(KINDS.map(|kind| (format!("{kind}{name}"), value))),
+            false => variables.extend(KINDS.map(|kind| (format!("{kind}{name}"), value.clone()))),
         }
     }
     variables
@@ -231,7 +232,7 @@ fn hand_over(settings: &Settings, arguments: &ConvertArguments, json: bool) -> R
     // What is there was looked at.
     words.push("--force");
     let mut command = Command::new(&arguments.python);
-    command.envs(options_as_environment(&settings.volume.store.options));
+    command.envs(options_as_environment(&settings.volume.store));
     let mut child =
         command.args(&words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().map_err(refused)?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());

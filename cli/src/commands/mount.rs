@@ -100,6 +100,9 @@ pub(crate) struct MountArguments {
     /// How much may be staged, such as 50GiB; past it, writes wait for the store.
     #[arg(long, value_name = "SIZE")]
     pub(crate) writeback_size: Option<String>,
+    /// Storage class of what is written, such as STANDARD_IA or INTELLIGENT_TIERING; on Azure an access tier, such as Cool.
+    #[arg(long, value_name = "CLASS")]
+    pub(crate) storage_class: Option<String>,
     /// Directory for logs, control sockets, local trees and staged bytes.
     #[arg(long, value_name = "DIRECTORY")]
     pub(crate) state_dir: Option<String>,

@@ -44,6 +44,10 @@ struct Inner {
     clock: Clock,
 }
 
+/// What to do where a bucket answers nobody without credentials, and was asked without.
+const NOT_PUBLIC: &str = "not anybody may list this bucket: leave out --anonymous (AWS_SKIP_SIGNATURE, GOOGLE_SKIP_SIGNATURE or \
+    AZURE_SKIP_SIGNATURE in the environment, `anonymous` of [volume.store] in the settings) and give credentials";
+
 impl Bucket {
     /// Connects to the store that `url` names, with the provider's own credential chain, and proves that it can be
     /// listed. A store that takes no connection fails this within 5 s, one that does not answer at its deadline.
@@ -56,11 +60,18 @@ impl Bucket {
         if settings.max_in_flight == 0 {
             return Err(Error::invalid("max_in_flight is 0: no request could ever be sent"));
         }
-        let Connected { service: base, wants_even_parts } = connect(url, settings).await?;
+        let Connected { service: base, wants_even_parts, is_anonymous, storage_class } =
+            connect(url, settings).await?;
         let even_parts = settings.even_parts || wants_even_parts;
-        let settings = &StoreSettings { even_parts, ..settings.clone() };
+        // As the environment has them as well.
+        let settings =
+            &StoreSettings { even_parts, anonymous: is_anonymous, storage_class, ..settings.clone() };
         let first = Self::over(url.clone(), Stack::opening(base.clone(), settings));
-        if first.list_some().await?.is_empty() && url.scheme != Scheme::File && !url.prefix.is_empty() {
+        let found = first.list_some().await.map_err(|error| match error.kind() {
+            ErrorKind::Denied if is_anonymous => error.with_hint(NOT_PUBLIC),
+            _ => error,
+        })?;
+        if found.is_empty() && url.scheme != Scheme::File && !url.prefix.is_empty() {
             // A listing below an object is empty, too.
             let root = BucketUrl { prefix: String::new(), ..url.clone() };
             let whole =
@@ -131,6 +142,16 @@ impl Bucket {
     /// second after at the latest. [`super::is_withheld`] tells what was not sent at all.
     pub fn guarded(&self, guard: impl Fn() -> Result<()> + Send + Sync + 'static) -> Self {
         self.derive(|stack| stack.guard = Some(Guard(Arc::new(guard))))
+    }
+
+    /// Whether requests carry no credentials, by the settings or by the environment.
+    pub fn is_anonymous(&self) -> bool {
+        self.0.stack.settings.anonymous
+    }
+
+    /// The storage class of what is written, by the settings or by the environment; `None` for the bucket's own.
+    pub fn storage_class(&self) -> Option<&str> {
+        self.0.stack.settings.storage_class.as_deref()
     }
 
     /// Whether all parts of an upload but the last are of one size: the store wants it, as far as is known.

@@ -439,9 +439,12 @@ fn by_refusal(bucket: &str, code: &str, said: &str) -> Option<Error> {
         "EntityTooLarge" => {
             (ErrorKind::TooLarge, "the store keeps no object, or takes no part, of this size")
         }
+        "InvalidStorageClass" => (
+            ErrorKind::Refused,
+            "the store has no such storage class: `storage_class` of [volume.store], or AWS_STORAGE_CLASS, names it",
+        ),
         "InvalidRequest"
         | "InvalidArgument"
-        | "InvalidStorageClass"
         | "InvalidEncryptionAlgorithmError"
         | "MalformedXML"
         | "MetadataTooLarge" => (
@@ -479,16 +482,28 @@ fn clock(said: &str) -> (ErrorKind, String, &'static str) {
     (ErrorKind::Denied, message, "set the machine's clock")
 }
 
+/// What to do where nobody gives credentials.
+fn without_credentials(bucket: &str) -> &'static str {
+    match bucket.split_once("://") {
+        Some(("gs", _)) => {
+            "set GOOGLE_APPLICATION_CREDENTIALS, or log in: gcloud auth application-default login; a bucket that anybody may \
+                 read needs none with --anonymous (GOOGLE_SKIP_SIGNATURE=true)"
+        }
+        Some(("az", _)) => {
+            "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY; a container that anybody may read needs no key with \
+                 --anonymous (AZURE_SKIP_SIGNATURE=true)"
+        }
+        _ => {
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; a bucket that anybody may read needs none with \
+                 --anonymous (AWS_SKIP_SIGNATURE=true)"
+        }
+    }
+}
+
 fn by_variant(bucket: &str, error: &object_store::Error, text: &str) -> Error {
     use object_store::Error as Store;
     if text.contains(INSTANCE_METADATA) {
-        let hint = match bucket.split_once("://") {
-            Some(("gs", _)) => {
-                "set GOOGLE_APPLICATION_CREDENTIALS, or log in: gcloud auth application-default login"
-            }
-            Some(("az", _)) => "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-            _ => "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
-        };
+        let hint = without_credentials(bucket);
         return Error::new(ErrorKind::Denied, format!("no credentials found for {bucket}")).with_hint(hint);
     }
     if let Some(reason) = certificate_refusal(error) {

@@ -16,13 +16,26 @@ pub struct StoreSettings {
     /// All parts of an upload but the last are of one size, for stores that want that. Default false: Cloudflare R2 is known by its
     /// endpoint's name, and others are once they refuse an upload, which is lost.
     pub even_parts: bool,
+    /// Send requests without credentials, to a bucket that anybody may read. Default false. The environment's `AWS_SKIP_SIGNATURE`,
+    /// `GOOGLE_SKIP_SIGNATURE` and `AZURE_SKIP_SIGNATURE` say the same.
+    pub anonymous: bool,
+    /// The storage class of what is written: one of S3's or Google's, or an access tier of Azure's. Default none: that of the bucket.
+    /// The environment's `AWS_STORAGE_CLASS`, `GOOGLE_STORAGE_CLASS` and `AZURE_STORAGE_CLASS` say it where this does not.
+    pub storage_class: Option<String>,
     /// Extra store options by their object_store names, e.g. `aws_region`; they override the environment.
     pub options: std::collections::BTreeMap<String, String>,
 }
 
 impl Default for StoreSettings {
     fn default() -> Self {
-        Self { max_in_flight: 64, deadline_ms: 30_000, even_parts: false, options: Default::default() }
+        Self {
+            max_in_flight: 64,
+            deadline_ms: 30_000,
+            even_parts: false,
+            anonymous: false,
+            storage_class: None,
+            options: Default::default(),
+        }
     }
 }
 

@@ -13,7 +13,7 @@ const EMPTY_LIST: &str = "<ListBucketResult><IsTruncated>false</IsTruncated></Li
 const WHOLE: &str = "0123456789";
 
 /// An answer with status, headers and body; a body shorter than its length breaks off.
-fn answer(status: &str, headers: &str, length: usize, body: &str) -> String {
+pub(super) fn answer(status: &str, headers: &str, length: usize, body: &str) -> String {
     format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\nConnection: close\r\n{headers}\r\n{body}")
 }
 
@@ -23,7 +23,7 @@ fn failure(status: &str, code: &str) -> String {
     answer(status, "", body.len(), &body)
 }
 
-fn found(length: usize, headers: &str, body: &str) -> String {
+pub(super) fn found(length: usize, headers: &str, body: &str) -> String {
     let headers = format!("ETag: \"v1\"\r\nLast-Modified: Wed, 01 May 2024 10:00:00 GMT\r\n{headers}");
     answer(
         if headers.contains("Content-Range") { "206 Partial Content" } else { "200 OK" },
@@ -73,6 +73,15 @@ async fn told_with(
     answers: Vec<String>,
     further: &[(&str, &str)],
 ) -> (Bucket, std::sync::mpsc::Receiver<String>) {
+    told_as(answers, further, None).await
+}
+
+/// The same, writing with a storage class.
+pub(super) async fn told_as(
+    answers: Vec<String>,
+    further: &[(&str, &str)],
+    class: Option<&str>,
+) -> (Bucket, std::sync::mpsc::Receiver<String>) {
     let first = answer("200 OK", "", EMPTY_LIST.len(), EMPTY_LIST);
     let (address, heads) = serve(std::iter::once(first).chain(answers).collect());
     let options = [
@@ -83,7 +92,8 @@ async fn told_with(
     ];
     let further = further.iter().map(|(name, value)| (*name, (*value).to_owned()));
     let options = options.into_iter().chain(further).map(|(name, value)| (name.to_owned(), value)).collect();
-    let settings = StoreSettings { options, ..StoreSettings::default() };
+    let storage_class = class.map(str::to_owned);
+    let settings = StoreSettings { options, storage_class, ..StoreSettings::default() };
     let bucket = Bucket::open(&"s3://told".parse().expect("a valid URL"), &settings).await.expect("open");
     heads.recv().expect("the opening's listing");
     (bucket, heads)

@@ -26,7 +26,8 @@ pub(super) async fn checks(source: &str, store: &StoreSettings, read_only: bool)
             return checks;
         }
     };
-    checks.push(Check::ok(NAME, format!("{} is there and can be listed", bucket.url())));
+    let without = if bucket.is_anonymous() { " without credentials" } else { "" };
+    checks.push(Check::ok(NAME, format!("{} is there and can be listed{without}", bucket.url())));
     checks.push(match round_trip(&bucket).await {
         Ok(time) => {
             Check::ok("round trip", format!("{:.1} ms, median of {ROUND_TRIPS}", time.as_secs_f64() * 1e3))
@@ -46,6 +47,11 @@ pub(super) async fn checks(source: &str, store: &StoreSettings, read_only: bool)
         )),
         Ok(found) => {
             checks.extend(capabilities(&found));
+            // The probe has written with it.
+            let class = bucket.storage_class();
+            checks.extend(
+                class.map(|class| Check::ok("storage class", format!("{class}, of what is written"))),
+            );
             checks.push(tree(bucket.url(), &found));
             checks.push(match skew(&bucket).await {
                 Ok(seconds) => clock(seconds),

@@ -187,6 +187,12 @@ impl Plan {
                 "leave out either `join_secret`, or `ro` (`read_only`, `dataset`)",
             );
         }
+        if is_fixed && is_given("storage_class") {
+            return refused(
+                "a mount that refuses changes writes nothing: `storage_class` is for others",
+                "leave out either `storage_class`, or `ro` (`read_only`, `dataset`)",
+            );
+        }
         if is_given("writeback_size") && !volume.writeback.enabled {
             return refused(
                 "`writeback_size` without `writeback`: nothing is staged",
@@ -202,6 +208,7 @@ impl Plan {
         match name {
             "ro" | "read_only" => self.volume.read_only = true,
             "dataset" => self.volume.dataset = true,
+            "anonymous" => self.volume.store.anonymous = true,
             "take_over" => self.volume.take_over = true,
             "allow_other" => self.mount.allow_other = true,
             "plain_type" => self.mount.plain_type = true,
@@ -230,6 +237,7 @@ impl Plan {
             "writeback" => self.volume.writeback.enabled = true,
             "writeback_size" => self.volume.writeback.bytes = parse_bytes(given()?)?,
             "trash" => self.volume.trash_ms = parse_duration(given()?)?.as_millis() as u64,
+            "storage_class" => self.volume.store.storage_class = Some(given()?.to_owned()),
             "memory" => self.volume.memory_bytes = parse_bytes(given()?)?,
             "uid" => self.volume.import.uid = number(name, given()?)?,
             "gid" => self.volume.import.gid = number(name, given()?)?,
@@ -267,6 +275,7 @@ fn long_options(arguments: &MountArguments) -> impl Iterator<Item = (&str, Optio
         ("join_secret", &arguments.join_secret),
         ("join_listen", &arguments.join_listen),
         ("join_address", &arguments.join_address),
+        ("storage_class", &arguments.storage_class),
         ("memory", &arguments.memory),
         ("trash", &arguments.trash),
         ("writeback_size", &arguments.writeback_size),

@@ -29,6 +29,8 @@ use url::Url;
 
 use super::plain::Plain;
 use super::send::{Sender, generic, header};
+use super::storage_class::StorageClass;
+use super::switch::is_on;
 use crate::object::error::{service_code, unsupported};
 use crate::object::layer::TOKEN_ATTRIBUTE;
 use crate::object::request::{ListRequest, Page, Reply, Request, Service, UploadId};
@@ -37,8 +39,11 @@ use crate::object::types::Condition;
 /// The account of the emulator, and where it listens, as object_store has them.
 const EMULATOR: [&str; 2] = ["devstoreaccount1", "http://127.0.0.1:10000"];
 
-/// How an option is switched on, as object_store reads it.
-const ON: [&str; 5] = ["1", "true", "on", "yes", "y"];
+/// The version of the protocol that requests are made in, object_store's. Its authorizer adds it to those that it signs.
+const VERSION: &str = "2023-11-03";
+
+/// The header that names an access tier.
+const TIER: &str = "x-ms-access-tier";
 
 /// One Azure container.
 #[derive(Debug)]
@@ -48,6 +53,8 @@ pub(super) struct Azure {
     place: Place,
     /// None for a container that wants no credentials.
     credentials: Option<AzureCredentialProvider>,
+    /// What is written with an access tier of its own.
+    class: StorageClass,
 }
 
 /// Where the container is, and whose.
@@ -64,7 +71,7 @@ impl Place {
     /// What `builder` is about to build, which the store does not tell.
     pub(super) fn of(builder: &MicrosoftAzureBuilder, container: &str) -> Result<Self> {
         let value = |key| builder.get_config_value(&key);
-        let is = |key| value(key).is_some_and(|value| ON.contains(&value.to_ascii_lowercase().as_str()));
+        let is = |key| value(key).is_some_and(|value| is_on(&value));
         let account = value(AzureConfigKey::AccountName);
         let (account, endpoint, segment) = match is(AzureConfigKey::UseEmulator) {
             true => {
@@ -113,21 +120,27 @@ impl Place {
         url
     }
 
-    fn block_list(&self, key: &Path) -> Url {
+    /// What `part` names of the blob at `key`.
+    fn of_blob(&self, key: &Path, part: &str) -> Url {
         let mut url = self.container.clone();
         let mut segments = url.path_segments_mut().expect("it was extended when it was made");
         segments.extend(key.parts());
         drop(segments);
-        url.query_pairs_mut().append_pair("comp", "blocklist");
+        url.query_pairs_mut().append_pair("comp", part);
         url
     }
 }
 
 impl Azure {
     /// `sender` sends over the connections of `store`.
-    pub(super) fn new(store: MicrosoftAzure, sender: Sender, place: Place) -> Self {
+    pub(super) fn new(store: MicrosoftAzure, sender: Sender, place: Place, class: StorageClass) -> Self {
         let credentials = (!place.anonymous).then(|| store.credentials().clone());
-        Self { plain: Plain::cloud(store), sender, place, credentials }
+        Self { plain: Plain::cloud(store), sender, place, credentials, class }
+    }
+
+    /// Whether requests carry no credentials.
+    pub(super) fn is_anonymous(&self) -> bool {
+        self.place.anonymous
     }
 
     async fn complete(
@@ -137,8 +150,10 @@ impl Azure {
         condition: &Condition,
     ) -> Result<PutResult> {
         let body = Bytes::from(write_blocks(parts));
-        let mut request = http::Request::put(self.place.block_list(&upload.key).as_str());
-        let headers = condition_header(condition)?.into_iter().chain(token_header(&upload.token)?);
+        let mut request = http::Request::put(self.place.of_blob(&upload.key, "blocklist").as_str());
+        let tier = self.class.of(&upload.key).map(|class| header(TIER, class)).transpose()?;
+        let headers =
+            condition_header(condition)?.into_iter().chain(token_header(&upload.token)?).chain(tier);
         for (name, value) in headers.chain(self.place.encryption.iter().cloned()) {
             request = request.header(name, value);
         }
@@ -147,6 +162,19 @@ impl Azure {
         let (head, _) = sent.map_err(|error| lost(upload, condition, error))?;
         let e_tag = head.get(ETAG).and_then(|tag| tag.to_str().ok()).map(str::to_owned);
         Ok(PutResult { e_tag, version: None, extensions: Default::default() })
+    }
+
+    /// Gives what was copied its tier: object_store's copies all have the account's. The copy stands without it.
+    async fn set_tier(&self, key: &Path, tier: &str) {
+        let set = async {
+            let (name, value) = header(TIER, tier)?;
+            let request = http::Request::put(self.place.of_blob(key, "tier").as_str()).header(name, value);
+            let request = request.header(CONTENT_LENGTH, 0).body(HttpRequestBody::empty());
+            self.send(key, request.map_err(generic)?).await
+        };
+        if let Err(error) = set.await {
+            tracing::warn!(%key, tier, %error, "a copy keeps the account's access tier");
+        }
     }
 
     async fn list(&self, list: ListRequest) -> Result<Page> {
@@ -160,6 +188,8 @@ impl Azure {
         if let Some(credentials) = &self.credentials {
             let credential = credentials.get_credential().await?;
             AzureAuthorizer::new(&credential, &self.place.account).try_authorize(&mut request)?;
+        } else {
+            request.headers_mut().extend([header("x-ms-version", VERSION)?]);
         }
         self.sender.send(key, request).await
     }
@@ -180,6 +210,17 @@ impl Service for Azure {
                 self.complete(&upload, &parts, &condition).await.map(Reply::Put)
             }
             Request::List(list) => self.list(list).await.map(Reply::Page),
+            Request::Put { key, payload, mut options, token } => {
+                self.class.mark(&key, &mut options.attributes);
+                self.plain.call(Request::Put { key, payload, options, token }).await
+            }
+            Request::Copy { from, to, bytes, options } => {
+                let copied = self.plain.call(Request::Copy { from, to: to.clone(), bytes, options }).await?;
+                if let Some(tier) = self.class.of(&to) {
+                    self.set_tier(&to, tier).await;
+                }
+                Ok(copied)
+            }
             other => self.plain.call(other).await,
         }
     }
@@ -248,7 +289,7 @@ mod tests {
     #[test]
     fn a_completion_goes_where_the_store_is() {
         let check = |options: &[(&str, &str)], expected: &str| {
-            let url = place(options).block_list(&Path::parse("d/a b%+ü").expect("a key"));
+            let url = place(options).of_blob(&Path::parse("d/a b%+ü").expect("a key"), "blocklist");
             assert_eq!(url.as_str(), format!("{expected}/c/d/a%20b%25+%C3%BC?comp=blocklist"));
         };
         check(&[("account_name", "me")], "https://me.blob.core.windows.net");

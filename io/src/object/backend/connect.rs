@@ -7,11 +7,11 @@ use std::sync::Arc;
 
 use forebay_core::shell::quoted;
 use forebay_core::{Error, ErrorKind, Result};
-use object_store::RetryConfig;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::client::ClientConfigKey;
-use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
+use object_store::gcp::{GcpCredential, GoogleCloudStorageBuilder, GoogleConfigKey};
+use object_store::{RetryConfig, StaticCredentialProvider};
 use url::Url;
 
 use super::azure::{self, Azure};
@@ -22,6 +22,8 @@ use super::google::{self, Google};
 use super::profile;
 use super::s3::{CustomerKey, Manner, S3, Signed};
 use super::send::{Sender, Transport};
+use super::storage_class::StorageClass;
+use super::switch::is_on;
 use crate::object::error::convert;
 use crate::object::layer::Prefix;
 use crate::object::request::Shared;
@@ -40,22 +42,49 @@ pub(in crate::object) struct Connected {
     pub(in crate::object) service: Shared,
     /// All parts of an upload but the last have to be of one size.
     pub(in crate::object) wants_even_parts: bool,
+    /// Requests carry no credentials.
+    pub(in crate::object) is_anonymous: bool,
+    /// The storage class of what is written, if not the bucket's own.
+    pub(in crate::object) storage_class: Option<String>,
 }
 
 /// The store that `url` names, its keys relative to the URL's prefix. Sends no request.
 pub(in crate::object) async fn connect(url: &BucketUrl, settings: &StoreSettings) -> Result<Connected> {
-    let mut wants_even_parts = false;
-    let store: Shared = match url.scheme {
-        Scheme::S3 => {
-            let (store, endpoint) = s3(url, settings).await?;
-            wants_even_parts = endpoint.is_some_and(|endpoint| has_even_parts(&endpoint));
-            Arc::new(store)
-        }
-        Scheme::Gcs => Arc::new(gcs(url, settings)?),
-        Scheme::Azure => Arc::new(azure(url, settings)?),
-        Scheme::File => return Ok(Connected { service: directory(url).await?, wants_even_parts }),
+    let class = |prefix: &str| storage_class(url, settings, prefix);
+    let connected = |store: Shared, is_anonymous: bool, class: StorageClass| Connected {
+        service: Prefix::wrap(store, &url.prefix),
+        wants_even_parts: false,
+        is_anonymous,
+        storage_class: class.into_name(),
     };
-    Ok(Connected { service: Prefix::wrap(store, &url.prefix), wants_even_parts })
+    Ok(match url.scheme {
+        Scheme::S3 => {
+            let class = class("AWS_")?;
+            let (store, endpoint) = s3(url, settings, class.clone()).await?;
+            let wants_even_parts = endpoint.is_some_and(|endpoint| has_even_parts(&endpoint));
+            let is_anonymous = store.is_anonymous();
+            Connected { wants_even_parts, ..connected(Arc::new(store), is_anonymous, class) }
+        }
+        Scheme::Gcs => {
+            let class = class("GOOGLE_")?;
+            let store = gcs(url, settings, class.clone()).await?;
+            let is_anonymous = store.is_anonymous();
+            connected(Arc::new(store), is_anonymous, class)
+        }
+        Scheme::Azure => {
+            let class = class("AZURE_")?;
+            let store = azure(url, settings, class.clone())?;
+            let is_anonymous = store.is_anonymous();
+            connected(Arc::new(store), is_anonymous, class)
+        }
+        // It is the whole path.
+        Scheme::File => Connected {
+            service: directory(url).await?,
+            wants_even_parts: false,
+            is_anonymous: false,
+            storage_class: None,
+        },
+    })
 }
 
 fn has_even_parts(endpoint: &str) -> bool {
@@ -91,6 +120,13 @@ fn environment(prefix: &str) -> Vec<(String, String)> {
         .collect()
 }
 
+/// The class that the settings say, else the environment: `prefix` is what the provider's variables begin with.
+fn storage_class(url: &BucketUrl, settings: &StoreSettings, prefix: &str) -> Result<StorageClass> {
+    let name = format!("{}storage_class", prefix.to_ascii_lowercase());
+    let told = || environment(prefix).into_iter().find(|(known, _)| *known == name).map(|(_, value)| value);
+    StorageClass::of_bucket(url, settings.storage_class.clone().or_else(told))
+}
+
 fn no_retries() -> RetryConfig {
     RetryConfig { max_retries: 0, ..RetryConfig::default() }
 }
@@ -118,8 +154,7 @@ fn unknown_option(name: &str, url: &BucketUrl) -> Error {
 
 /// As object_store reads it. What does not parse is told when the store is built.
 fn is_set(builder: &AmazonS3Builder, key: AmazonS3ConfigKey) -> bool {
-    let value = builder.get_config_value(&key).unwrap_or_default().to_ascii_lowercase();
-    matches!(value.as_str(), "1" | "true" | "on" | "yes" | "y")
+    builder.get_config_value(&key).is_some_and(|value| is_on(&value))
 }
 
 /// The instance's own credentials, where options do not ask for others, or for them as only object_store gets them.
@@ -204,6 +239,9 @@ async fn told_of_s3(url: &BucketUrl, settings: &StoreSettings) -> Result<Told> {
             builder = builder.with_config(key, value);
         }
     }
+    if settings.anonymous {
+        builder = builder.with_skip_signature(true);
+    }
     let mut trusted = None;
     if let Some(file) = wishes.certificates() {
         let (text, key) =
@@ -216,7 +254,7 @@ async fn told_of_s3(url: &BucketUrl, settings: &StoreSettings) -> Result<Told> {
 }
 
 /// A bucket in S3, and its endpoint unless that is object_store's own choice.
-async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<(S3, Option<String>)> {
+async fn s3(url: &BucketUrl, settings: &StoreSettings, class: StorageClass) -> Result<(S3, Option<String>)> {
     let Told { builder, wishes, origin, trusted } = told_of_s3(url, settings).await?;
     let (mut builder, endpoint) = place_s3(builder, &url.bucket, &wishes)?;
     if is_plain(endpoint.clone()) {
@@ -257,10 +295,10 @@ async fn s3(url: &BucketUrl, settings: &StoreSettings) -> Result<(S3, Option<Str
     let signer = if anonymous { signer.build().map_err(failed)? } else { store.clone() };
     let sender = Sender::new(&transport).map_err(failed)?;
     let signed = Signed::new(sender, signer, manner);
-    Ok((S3 { store, signed, bucket: url.bucket.clone(), deletes_many, customer, renewed }, endpoint))
+    Ok((S3 { store, signed, bucket: url.bucket.clone(), deletes_many, customer, class, renewed }, endpoint))
 }
 
-fn gcs(url: &BucketUrl, settings: &StoreSettings) -> Result<Google> {
+async fn gcs(url: &BucketUrl, settings: &StoreSettings, class: StorageClass) -> Result<Google> {
     let transport = Transport::default();
     let mut builder = GoogleCloudStorageBuilder::from_env()
         .with_bucket_name(&url.bucket)
@@ -270,6 +308,16 @@ fn gcs(url: &BucketUrl, settings: &StoreSettings) -> Result<Google> {
     for (name, value) in &settings.options {
         builder = builder.with_config(name.parse().map_err(|_| unknown_option(name, url))?, value);
     }
+    if settings.anonymous {
+        builder = builder.with_skip_signature(true);
+    }
+    if builder.get_config_value(&GoogleConfigKey::SkipSignature).is_some_and(|value| is_on(&value)) {
+        // Else a login is looked for, and what is wrong with that one would be an error.
+        let none = GcpCredential { bearer: String::new() };
+        builder = builder.with_credentials(Arc::new(StaticCredentialProvider::new(none)));
+    } else {
+        google::check_login(&builder).await.map_err(|error| error.context(url))?;
+    }
     if is_plain(builder.get_config_value(&GoogleConfigKey::BaseUrl)) {
         builder = builder.with_config(GoogleConfigKey::Client(ClientConfigKey::AllowHttp), "true");
     }
@@ -277,10 +325,10 @@ fn gcs(url: &BucketUrl, settings: &StoreSettings) -> Result<Google> {
     let place = google::Place::of(&builder, &url.bucket, &url.prefix);
     let store = builder.build().map_err(failed)?;
     let sender = Sender::new(&transport).map_err(failed)?;
-    Ok(Google::new(store, sender, place))
+    Ok(Google::new(store, sender, place, class))
 }
 
-fn azure(url: &BucketUrl, settings: &StoreSettings) -> Result<Azure> {
+fn azure(url: &BucketUrl, settings: &StoreSettings, class: StorageClass) -> Result<Azure> {
     let transport = Transport::default();
     let mut builder = MicrosoftAzureBuilder::from_env()
         .with_container_name(&url.bucket)
@@ -290,6 +338,9 @@ fn azure(url: &BucketUrl, settings: &StoreSettings) -> Result<Azure> {
     for (name, value) in &settings.options {
         builder = builder.with_config(name.parse().map_err(|_| unknown_option(name, url))?, value);
     }
+    if settings.anonymous {
+        builder = builder.with_skip_signature(true);
+    }
     if is_plain(builder.get_config_value(&AzureConfigKey::Endpoint)) {
         builder = builder.with_config(AzureConfigKey::Client(ClientConfigKey::AllowHttp), "true");
     }
@@ -297,7 +348,7 @@ fn azure(url: &BucketUrl, settings: &StoreSettings) -> Result<Azure> {
     let place = azure::Place::of(&builder, &url.bucket).map_err(failed)?;
     let store = builder.build().map_err(failed)?;
     let sender = Sender::new(&transport).map_err(failed)?;
-    Ok(Azure::new(store, sender, place))
+    Ok(Azure::new(store, sender, place, class))
 }
 
 #[cfg(test)]

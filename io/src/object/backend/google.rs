@@ -10,6 +10,8 @@
 //! Listings are read here, as object_store's reader refuses a page that has a key it cannot name. Objects that are stored
 //! compressed are asked for as they are stored: else Google unpacks them on the way, and neither length nor range is theirs.
 
+mod login;
+
 use async_trait::async_trait;
 use bytes::Bytes;
 use http::header::CONTENT_LENGTH;
@@ -20,7 +22,7 @@ use object_store::gcp::{
 };
 use object_store::multipart::PartId;
 use object_store::path::Path;
-use object_store::{PutMode, PutMultipartOptions, PutResult, Result, UpdateVersion};
+use object_store::{CopyMode, PutMode, PutMultipartOptions, PutResult, Result, UpdateVersion};
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use url::form_urlencoded::Serializer;
 
@@ -28,11 +30,15 @@ use super::client::AsStored;
 use super::plain::Plain;
 use super::s3::{page_query, read_e_tag, read_page, write_parts};
 use super::send::{Sender, generic, header};
+use super::storage_class::StorageClass;
+use super::switch::is_on;
 use crate::object::error::unsupported;
 use crate::object::key::address;
 use crate::object::request::{ListRequest, Page, Reply, Request, Service, UploadId};
 use crate::object::types::{Condition, put_mode};
 use crate::rng::Rng;
+
+pub(super) use login::check as check_login;
 
 /// Where uploads are made that are copied to their keys, relative to the bucket's prefix.
 pub(in crate::object) const STAGED: &str = ".forebay/uploads";
@@ -51,6 +57,8 @@ pub(super) struct Google {
     place: Place,
     /// None for a bucket that wants no credentials.
     credentials: Option<GcpCredentialProvider>,
+    /// What is written with a class of its own.
+    class: StorageClass,
     rng: Rng,
 }
 
@@ -73,7 +81,7 @@ impl Place {
             endpoint: endpoint.unwrap_or_else(|| ENDPOINT.to_owned()),
             bucket: bucket.to_owned(),
             prefix: if prefix.is_empty() { String::new() } else { format!("{prefix}/") },
-            anonymous: skip.is_some_and(|value| value == "true" || value == "1"),
+            anonymous: skip.is_some_and(|value| is_on(&value)),
         }
     }
 
@@ -104,9 +112,14 @@ impl Place {
 
 impl Google {
     /// `sender` sends over the connections of `store`.
-    pub(super) fn new(store: GoogleCloudStorage, sender: Sender, place: Place) -> Self {
+    pub(super) fn new(store: GoogleCloudStorage, sender: Sender, place: Place, class: StorageClass) -> Self {
         let credentials = (!place.anonymous).then(|| store.credentials().clone());
-        Self { plain: Plain::cloud(store), sender, place, credentials, rng: Rng::system() }
+        Self { plain: Plain::cloud(store), sender, place, credentials, class, rng: Rng::system() }
+    }
+
+    /// Whether requests carry no credentials.
+    pub(super) fn is_anonymous(&self) -> bool {
+        self.place.anonymous
     }
 
     /// The generation of what `key` holds, if that is what the condition wants; the write names it.
@@ -131,12 +144,13 @@ impl Google {
     async fn create(
         &self,
         key: Path,
-        options: PutMultipartOptions,
+        mut options: PutMultipartOptions,
         token: String,
         conditional: bool,
     ) -> Result<UploadId> {
         let name = conditional.then(|| self.rng.name());
         let at = name.as_ref().map_or_else(|| Ok(key.clone()), |name| self.place.staged(name))?;
+        self.class.mark(&at, &mut options.attributes);
         let create = Request::Create { key: at, options, token: token.clone(), conditional };
         let native = self.plain.call(create).await?.upload()?;
         let id = name.map_or(native.id.clone(), |name| format!("{MARK}{name}:{}", native.id));
@@ -176,6 +190,9 @@ impl Google {
     /// Copies inside the store, if `condition` holds for the target.
     async fn copy(&self, from: &Path, to: &Path, condition: &Condition) -> Result<PutResult> {
         let mut headers = vec![header("x-goog-copy-source", &self.place.spell(from))?];
+        if let Some(class) = self.class.of(to) {
+            headers.push(header("x-goog-storage-class", class)?);
+        }
         let generation = match put_mode(condition) {
             PutMode::Overwrite => None,
             PutMode::Create => Some("0".to_owned()),
@@ -278,7 +295,16 @@ impl Service for Google {
                 if let PutMode::Update(wanted) = options.mode {
                     options.mode = PutMode::Update(self.generation(&key, wanted).await?);
                 }
+                self.class.mark(&key, &mut options.attributes);
                 self.plain.call(Request::Put { key, payload, options, token }).await
+            }
+            // object_store's copies are all of the bucket's own class.
+            Request::Copy { from, to, options, .. } if self.class.of(&to).is_some() => {
+                let condition = match options.mode {
+                    CopyMode::Overwrite => Condition::Always,
+                    CopyMode::Create => Condition::IfAbsent,
+                };
+                self.copy(&from, &to, &condition).await.map(|_| Reply::Done)
             }
             Request::Create { key, options, token, conditional } => {
                 self.create(key, options, token, conditional).await.map(Reply::Upload)

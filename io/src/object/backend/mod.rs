@@ -1,5 +1,7 @@
 //! The stores themselves: any object_store store, a directory, and S3 with what object_store lacks.
 
+mod switch;
+mod storage_class;
 mod client;
 mod send;
 mod plain;

@@ -59,9 +59,9 @@ fn select(files: ProfileFiles, own_keys: bool, section: Option<Section>) -> Resu
             .with_hint("look into ~/.aws/credentials and ~/.aws/config, or unset AWS_PROFILE"));
     }
     let found = section.unwrap_or_default();
-    let has = |key: &&str| found.contains_key(*key);
+    let has = |key: &str| found.contains_key(key);
     // A role is assumed with the keys beside it, not replaced by them.
-    let is_obtained = has(&"role_arn") || (!has(&"aws_access_key_id") && OBTAINED.iter().any(|key| has(key)));
+    let is_obtained = has("role_arn") || (!has("aws_access_key_id") && OBTAINED.iter().any(|key| has(key)));
     let origin = match (is_obtained, KEYS.iter().any(|key| has(key))) {
         (true, _) => Some(Origin::Profile(name.clone())),
         (false, true) => Some(Origin::Keys(files)),

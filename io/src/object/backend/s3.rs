@@ -15,7 +15,7 @@ use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use bytes::Bytes;
 use forebay_core::Version;
-use http::Method;
+use http::{HeaderName, HeaderValue, Method};
 use md5::Md5;
 use object_store::aws::AmazonS3;
 use object_store::multipart::{MultipartStore, PartId};
@@ -27,6 +27,7 @@ use sha2::{Digest, Sha256};
 use super::credentials::Renewed;
 use super::plain::delete_all;
 use super::send::header;
+use super::storage_class::StorageClass;
 use crate::object::OperationKind;
 use crate::object::error::{Fault, STORE, is_denied_head, refuses_credentials};
 use crate::object::key::address;
@@ -51,6 +52,8 @@ pub(super) struct S3 {
     pub(super) deletes_many: bool,
     /// With what objects are encrypted, if with a key of one's own.
     pub(super) customer: CustomerKey,
+    /// What is written with a class of its own.
+    pub(super) class: StorageClass,
     /// The credentials, where they may change.
     pub(super) renewed: Option<Arc<Renewed>>,
 }
@@ -91,6 +94,11 @@ impl Service for S3 {
 }
 
 impl S3 {
+    /// Whether requests carry no credentials.
+    pub(super) fn is_anonymous(&self) -> bool {
+        self.signed.is_anonymous()
+    }
+
     async fn carry_out(&self, request: Request) -> Result<Reply> {
         match request {
             Request::Get { key, options } => self.store.get_opts(&key, options).await.map(Reply::Object),
@@ -98,6 +106,7 @@ impl S3 {
                 if !token.is_empty() {
                     options.attributes.insert(Attribute::Metadata(TOKEN_ATTRIBUTE.into()), token.into());
                 }
+                self.class.mark(&key, &mut options.attributes);
                 self.store.put_opts(&key, payload, options).await.map(Reply::Put)
             }
             Request::Delete { keys, .. } if self.deletes_many => self.delete(&keys).await,
@@ -105,11 +114,15 @@ impl S3 {
             Request::DeleteMarker { directory, version } => self.delete_marker(&directory, &version).await,
             Request::List(list) => self.list(list).await.map(Reply::Page),
             Request::Copy { from, to, options, .. } => {
+                if let Some(class) = self.class.of(&to).filter(|_| !self.signed.is_in_query()) {
+                    return self.copy(&from, &to, class).await;
+                }
                 self.store.copy_opts(&from, &to, options).await?;
                 Ok(Reply::Done)
             }
             Request::Create { key, mut options, token, .. } => {
                 options.attributes.insert(Attribute::Metadata(TOKEN_ATTRIBUTE.into()), token.clone().into());
+                self.class.mark(&key, &mut options.attributes);
                 let id = self.store.create_multipart_opts(&key, options).await?;
                 Ok(Reply::Upload(UploadId { key, id, token }))
             }
@@ -179,17 +192,31 @@ impl S3 {
         read(&body)
     }
 
+    /// Copies a whole object into a class: object_store's copies are all of the bucket's own. What lies at the target is replaced, as
+    /// S3 takes no condition with it.
+    async fn copy(&self, from: &Path, to: &Path, class: &str) -> Result<Reply> {
+        let mut headers = vec![self.source(from)?, header("x-amz-storage-class", class)?];
+        headers.extend(self.customer.of_store());
+        headers.extend(self.customer.of_object().chain(self.customer.of_source()));
+        self.signed.send(Method::PUT, to, Vec::new(), headers, Bytes::new()).await?;
+        Ok(Reply::Done)
+    }
+
+    /// The object that is copied, as requests name it.
+    fn source(&self, from: &Path) -> Result<(HeaderName, HeaderValue)> {
+        let parts =
+            from.as_ref().split('/').map(|part| utf8_percent_encode(part, NON_ALPHANUMERIC).to_string());
+        header("x-amz-copy-source", &format!("{}/{}", self.bucket, parts.collect::<Vec<_>>().join("/")))
+    }
+
     async fn copy_part(&self, request: Request) -> Result<PartId> {
         let Request::CopyPart { upload, index, from, version, range, .. } = request else {
             return Err(object_store::Error::Generic { store: STORE, source: "not a part copy".into() });
         };
         let query = vec![("partNumber", (index + 1).to_string()), ("uploadId", upload.id.clone())];
-        let key =
-            from.as_ref().split('/').map(|part| utf8_percent_encode(part, NON_ALPHANUMERIC).to_string());
-        let source = format!("{}/{}", self.bucket, key.collect::<Vec<_>>().join("/"));
         let last = range.end - 1;
         let mut headers = vec![
-            header("x-amz-copy-source", &source)?,
+            self.source(&from)?,
             header("x-amz-copy-source-range", &format!("bytes={}-{last}", range.start))?,
         ];
         if let Some(version) = &version {

@@ -33,11 +33,11 @@ fn fstab_can_say_what_a_command_line_can() {
         format!("{:?} {:?}", plan.mount, plan.volume)
     };
     let long = "--allow-other --take-over --relatime --cache-dir /c --cache-size 2GiB --memory 512MiB --state-dir /s --uid 7 \
-         --gid 8 --file-mode 0640 --dir-mode 0750 --ttl 2.5 --trash 7d --writeback --writeback-size 3GiB \
+         --gid 8 --file-mode 0640 --dir-mode 0750 --ttl 2.5 --trash 7d --writeback --writeback-size 3GiB --storage-class STANDARD_IA \
          --peers a,b:7 --peer-secret /k --peer-listen :9 --peer-keep --peer-transport quic \
          --join-secret /j --join-listen :8 --join-address h:8 --join-only";
     let short = "-o allow_other,take_over,noatime,relatime,cache_dir=/c,cache_size=2GiB,memory=512MiB \
-         -o state_dir=/s,uid=7,gid=8,file_mode=0640,dir_mode=0750,ttl=2.5,trash=7d,writeback,writeback_size=3GiB \
+         -o state_dir=/s,uid=7,gid=8,file_mode=0640,dir_mode=0750,ttl=2.5,trash=7d,writeback,writeback_size=3GiB,storage_class=STANDARD_IA \
          -o peers=a;b:7,peer_secret=/k,peer_listen=:9,peer_keep,peer_transport=quic \
          -o join_secret=/j,join_listen=:8,join_address=h:8,join_only";
     assert_eq!(shown(long), shown(short));
@@ -46,10 +46,12 @@ fn fstab_can_say_what_a_command_line_can() {
 
 #[test]
 fn options_reach_the_plan() {
-    let plan =
-        plan("-o ro,plain_type,fsname=/dev/x,threads=3,ttl=0,memory=1GiB,noexec,dev,suid,file_mode=600")
-            .expect("a plan");
+    let plan = plan(
+        "-o ro,anonymous,plain_type,fsname=/dev/x,threads=3,ttl=0,memory=1GiB,noexec,dev,suid,file_mode=600",
+    )
+    .expect("a plan");
     assert!(plan.mount.read_only && plan.volume.read_only && !plan.mount.dataset);
+    assert!(plan.volume.store.anonymous);
     assert!(plan.mount.plain_type && plan.mount.devices && plan.mount.set_id && !plan.mount.executables);
     assert_eq!((plan.mount.source.as_str(), plan.mount.threads), ("/dev/x", Some(3)));
     assert_eq!(plan.mount.ttl, Some(Duration::ZERO));
@@ -79,6 +81,7 @@ fn nonsense_is_refused_with_a_hint() {
     for fixed in ["-o ro", "--read-only", "--dataset"] {
         refused(&format!("--writeback {fixed}"), "nothing to stage", "leave out either");
         refused(&format!("--trash 1d {fixed}"), "nothing to keep", "leave out either");
+        refused(&format!("--storage-class COLD {fixed}"), "writes nothing", "leave out either");
     }
 }
 

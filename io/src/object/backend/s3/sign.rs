@@ -50,6 +50,16 @@ impl Signed {
         Arc::new(StaticCredentialProvider::new(none))
     }
 
+    /// Whether the bucket is public and requests go unsigned.
+    pub(super) fn is_anonymous(&self) -> bool {
+        matches!(self.manner, Manner::Anonymous)
+    }
+
+    /// Whether signatures are those of a directory bucket's sessions.
+    pub(super) fn is_in_query(&self) -> bool {
+        matches!(self.manner, Manner::InQuery)
+    }
+
     /// Sends one request about `key` (the root is the bucket) and returns the body of a success.
     pub(super) async fn send(
         &self,

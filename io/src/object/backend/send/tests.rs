@@ -98,6 +98,7 @@ fn bucket_that_says(code: &'static str) -> Bucket {
         bucket: "b".into(),
         deletes_many: true,
         customer: Default::default(),
+        class: Default::default(),
         renewed: None,
     };
     Bucket::over("s3://b".parse().expect("a URL"), Stack::new(Arc::new(s3), &StoreSettings::default()))
@@ -179,6 +180,7 @@ async fn bucket_that_answers(origin: Origin, status: u16, code: &'static str) ->
         bucket: "b".into(),
         deletes_many: true,
         customer: Default::default(),
+        class: Default::default(),
         renewed: Some(renewed.clone()),
     };
     let key = object_store::CredentialProvider::get_credential(&*renewed).await.expect("the first");
