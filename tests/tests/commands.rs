@@ -337,7 +337,7 @@ fn the_version_names_the_formats() {
     let scratch = Scratch::new();
     let version = parse(&forebay(&scratch, &["version", "--json"]).succeeded());
     assert_eq!(version["version"], json!(env!("CARGO_PKG_VERSION")));
-    assert_eq!((&version["volume_format"], &version["checkpoint_format"]), (&json!(1), &json!("1")));
+    assert_eq!((&version["volume_format"], &version["checkpoint_format"]), (&json!(1), &json!("2")));
     assert!(forebay(&scratch, &["version"]).succeeded().starts_with("forebay "));
     forebay(&scratch, &["warmup"]).failed_with("required arguments", "--help");
 }
