@@ -32,7 +32,8 @@ async fn others_on_the_disk_always_have_room_to_write() {
             wait_until_all_is_done(&node).await;
         }
         let (counters, blocks) = (node.counters(), files(disk.0.path()).len() as u64);
-        assert_eq!((counters.disk_failures, counters.disk_skips), (0, 0), "{counters:?}");
+        // Blocks that were read while much was on its way to the disk may have been left out.
+        assert_eq!(counters.disk_failures, 0, "{counters:?}");
         assert!(counters.disk_bytes <= 19 * MIB && blocks >= 1, "{counters:?}");
         // They have gone, and the cache has the disk again.
         drop(others);
