@@ -170,11 +170,15 @@ def own_handlers(connection: Any) -> None:
 
 def test_a_fork_server_lives_on_and_what_it_starts_heeds_signals(tmp_path: Path) -> None:
     """But for workers, of which the test above is."""
+    from forebay._serving import ASKING
 
     def work(report: Report) -> None:
         context = multiprocessing.get_context("forkserver")
         server = multiprocessing.forkserver._forkserver
         before = list(server._preload_modules)
+        # Who runs this may have some passed over, as `nohup` does.
+        for number in ASKING:
+            signal.signal(number, signal.SIG_DFL)
         with forebay.Checkpointer(tmp_path, on_signal="SIGTERM"):
             here, there = context.Pipe()
             process = context.Process(target=own_handlers, args=(there,))
