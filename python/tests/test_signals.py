@@ -94,6 +94,22 @@ def test_a_signal_to_all_processes_of_a_job_lets_workers_bring_the_next_batch(tm
     last = max([2, *map(int, child._lines.read().split())])
     assert child.join() == -signal.SIGTERM
     assert saved(tmp_path) == last + 1
+    # Nobody ends the workers, and a fork server that they came from.
+    wait_until(lambda: not group_of(child.pid))
+
+
+def group_of(leader: int) -> list[int]:
+    """The processes of a group that run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # Behind the name, which may have any sign in it: state, parent, group.
+            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state != "Z" and int(group) == leader:
+            found.append(int(path.parent.name))
+    return found
 
 
 def has_heard(process: int) -> bool:

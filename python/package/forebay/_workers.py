@@ -11,7 +11,9 @@ are to run, which puts it there first. So do those of a fork server, which has t
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
@@ -44,9 +46,18 @@ class _Loop:
         if loop is None:
             trainer = multiprocessing.parent_process()
             loop = getattr(_imported(_WORKER), _LOOP)
-            # Of a fork server the trainer is not the parent.
             _put(_SIGNALS, _HANDLERS, _heeding_parent(self._signals, None if trainer is None else trainer.pid))
+            if trainer is not None and trainer.pid != os.getppid():
+                # The parent is a fork server, which torch looks at in the stead of the trainer; and that one lives for as long as what it
+                # started does.
+                threading.Thread(target=_end_with, args=(trainer,), name="forebay-trainer", daemon=True).start()
         return loop(*given, **named)
+
+
+def _end_with(trainer: Any) -> None:
+    """Ends this process once its trainer is gone."""
+    trainer.join()
+    os._exit(1)
 
 
 def shield(signals: Sequence[int]) -> Callable[[], None]:
