@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -63,10 +64,12 @@ def saved(checkpointer: forebay.Checkpointer, rank: int, step: int, moment: str,
         if moment in WITHIN_S:
             killer.start()
         try:
-            save = checkpointer.step(step, state_of(rank, step))
-            if moment == "seal":
-                assert save is not None and not save.staged
-                end(checkpointer._agent.pid)
+            # Who would seal it once it is copied waits for that.
+            with checkpointer._lock if moment == "seal" else contextlib.nullcontext():
+                save = checkpointer.step(step, state_of(rank, step))
+                if moment == "seal":
+                    assert save is not None and not save.staged
+                    end(checkpointer._agent.pid)
             checkpointer.before_optimizer_step()
             assert save is not None
             outcome = "durable" if save.wait_durable(60) else "slow"
