@@ -353,7 +353,7 @@ fn settle(
 fn settle_write(change: &mut Change<'_, '_>, (ino, inode): (InodeId, Inode), found: &Found) -> Result<()> {
     let (object, blob) = (&found.object, found.object.blob());
     let (is_ours, is_outdone) = (found.by == Authorship::Ours, found.is_outdone(&inode));
-    let is_at_home = is_at_home(change, ino, &inode, &object.key)?;
+    let is_at_home = is_at_home(change, ino, &inode, object)?;
     if is_ours && is_outdone {
         return match is_at_home {
             true => change.stand(ino, inode, blob),
@@ -394,7 +394,7 @@ fn settle_copy(
         },
         // At the file's path it is in the way of what the file has; elsewhere the next listing shows what is not known to be
         // the copy.
-        Some(inode) if is_copy || is_at_home(change, ino, &inode, &object.key)? => {
+        Some(inode) if is_copy || is_at_home(change, ino, &inode, object)? => {
             discard(change, ino, Some(inode), &blob)
         }
         None if is_copy => discard(change, ino, None, &blob),
@@ -402,14 +402,16 @@ fn settle_copy(
     }
 }
 
-/// Whether a key is what a file's path spells, and no other file's.
-fn is_at_home(change: &Change<'_, '_>, ino: InodeId, inode: &Inode, key: &ObjectKey) -> Result<bool> {
-    let holder = match change.claim(key.as_str())?.map(|claim| claim.state) {
-        Some(HolderState::Held(holder) | HolderState::Intended(holder)) => Some(holder),
-        _ => None,
+/// Whether an object lies where a file's path spells, and is neither another file's nor about to be deleted: what that left there
+/// would be taken for the file's content, and deleted.
+fn is_at_home(change: &Change<'_, '_>, ino: InodeId, inode: &Inode, found: &ObjectInfo) -> Result<bool> {
+    let key = found.key.as_str();
+    let is_free = match change.claim(key)?.map(|claim| claim.state) {
+        Some(HolderState::Held(holder) | HolderState::Intended(holder)) => holder == ino,
+        Some(HolderState::Doomed { due_ms }) => change.is_successor(due_ms, found)?,
+        None | Some(HolderState::Subtree(_)) => true,
     };
-    let is_free = holder.is_none_or(|holder| holder == ino);
-    Ok(is_free && inode.nlink > 0 && change.key_of(ino, inode)?.as_deref() == Some(key.as_str()))
+    Ok(is_free && inode.nlink > 0 && change.key_of(ino, inode)?.as_deref() == Some(key))
 }
 
 /// Has older content of a file go that came to a path which was its own then.

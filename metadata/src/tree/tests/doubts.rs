@@ -157,6 +157,44 @@ async fn what_comes_after_the_death_of_who_asked_for_it_does_not_replace_newer_c
     }
 }
 
+/// A file's write to its path was not answered, the file went elsewhere, another file was written at the path, and the first one
+/// replaced that by a rename: it took the other's object, which was about to be deleted, for what it had written itself, and
+/// was gone with it.
+#[tokio::test]
+async fn what_is_about_to_be_deleted_at_a_path_is_not_what_was_written_there_in_doubt() {
+    let soon = forebay_io::clock::Clock::system().wall().seconds + 60;
+    for seals in [false, true] {
+        for (crashes, mtime) in [(false, 1), (true, 1), (false, soon), (true, soon)] {
+            println!("seals {seals}, crashes {crashes}, mtime {mtime}");
+            let world = World::memory().await;
+            let mut tree = world.open().await;
+            let file = match seals {
+                false => {
+                    world.write_path(&tree, "b", "old").await.expect("written");
+                    resolve(&tree, "b").await.expect("found").ino
+                }
+                true => make_owned(&world, &tree, "b", "old", mtime).await,
+            };
+            tree.place(file, seals).await.expect("placed");
+            tree.doubt(file).await.expect("noted");
+            rename(&tree, "b", "y", RenameMode::Replace).await.expect("renamed");
+            let put = world.bucket().put(&tree.fresh_blob(), "newer".into(), Condition::IfAbsent).await;
+            let (_, generation) = tree.layout(file).await.expect("a layout");
+            let (layout, time) = (FileLayout::of_blob(put.expect("put").blob()), time(mtime));
+            tree.commit_layout(file, generation, layout, time).await.expect("committed");
+            world.write_path(&tree, "b", "other").await.expect("written");
+            rename(&tree, "y", "b", RenameMode::Replace).await.expect("renamed");
+            if crashes {
+                tree.sync().await.expect("synced");
+                world.crash(tree, true).await;
+                tree = world.open().await;
+            }
+            tree.drain().await.expect("drained");
+            check(&world, &tree, &[("b", "newer")]).await;
+        }
+    }
+}
+
 /// So did the seal of a file that went into a segment meanwhile: what it brought was an object of nobody.
 #[tokio::test]
 async fn a_seal_that_comes_after_the_death_of_who_asked_for_it_is_the_files() {
