@@ -197,7 +197,8 @@ pub fn mount(
     }
     notify::start(fs.clone(), session.notifier(), &runtime, &notices);
     info!(source = %options.source, ?target, dataset = options.dataset, "mounted");
-    let sign = place.as_ref().and_then(|place| Sign::show(&place.device));
+    let _entered = runtime.enter();
+    let sign = place.as_ref().map(|place| Sign::show(&place.device, &Clock::system(), &notices));
     Ok(Mounted { fs, answers, ended, place, sign, notices, session })
 }
 

@@ -7,25 +7,52 @@
 use std::io;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
+use forebay_io::clock::Clock;
+use forebay_io::task::TaskGroup;
 use tracing::debug;
 
+/// How often a number is tried that another process shows.
+const PAUSE: Duration = Duration::from_millis(100);
+
 /// Shown while it lives. Nothing is ever sent to it.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Sign {
-    _socket: UnixDatagram,
+    socket: Arc<OnceLock<UnixDatagram>>,
 }
 
 impl Sign {
-    /// Shows that this process serves the mount of the device number `device`, as `major:minor`. `None` where that cannot
-    /// be, as where another process has not noticed yet that its mount of that number is gone.
-    pub(crate) fn show(device: &str) -> Option<Self> {
-        match name(device).and_then(|name| UnixDatagram::bind_addr(&name)) {
-            Ok(socket) => Some(Self { _socket: socket }),
-            Err(error) => {
-                debug!(device, %error, "other processes cannot see that this mount is served");
-                None
+    /// Shows that this process serves the mount of the device number `device`, as `major:minor`. The kernel gives a number to the
+    /// next mount at once: where another process has not noticed yet that its mount of that number is gone, one of `tasks` waits
+    /// until it has.
+    pub(crate) fn show(device: &str, clock: &Clock, tasks: &TaskGroup) -> Self {
+        let sign = Self::default();
+        if has_shown(&sign.socket, device) {
+            return sign;
+        }
+        let (waiting, device, clock) = (Arc::downgrade(&sign.socket), device.to_owned(), clock.clone());
+        tasks.spawn("sign", async move {
+            // Over once the sign is taken down.
+            while waiting.upgrade().is_some_and(|socket| !has_shown(&socket, &device)) {
+                clock.sleep(PAUSE).await;
             }
+        });
+        sign
+    }
+}
+
+/// Shows the sign in `socket`, unless another process shows that of this number. True when there is nothing left to do.
+fn has_shown(socket: &OnceLock<UnixDatagram>, device: &str) -> bool {
+    match name(device).and_then(|name| UnixDatagram::bind_addr(&name)) {
+        Ok(bound) => {
+            let _ = socket.set(bound);
+            true
+        }
+        Err(error) => {
+            debug!(device, %error, "other processes cannot see that this mount is served");
+            error.kind() != io::ErrorKind::AddrInUse
         }
     }
 }
@@ -44,14 +71,35 @@ fn name(device: &str) -> io::Result<SocketAddr> {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_sign_is_seen_while_it_is_shown() {
-        let device = format!("test:{}", std::process::id());
+    #[tokio::test]
+    async fn a_sign_is_seen_while_it_is_shown() {
+        let (device, tasks) = (format!("test:{}", std::process::id()), TaskGroup::new("signs"));
         assert!(!is_shown(&device));
-        let sign = Sign::show(&device).expect("nobody else has it");
+        let sign = Sign::show(&device, &Clock::system(), &tasks);
         assert!(is_shown(&device) && is_shown(&device));
-        assert!(Sign::show(&device).is_none());
+        assert!(tasks.running().is_empty());
         drop(sign);
+        assert!(!is_shown(&device));
+    }
+
+    /// One whose number was another's when it was to be shown was not shown at all: whoever asked for the mounts of the host touched
+    /// its mount.
+    #[tokio::test]
+    async fn a_sign_is_shown_once_its_number_is_free() {
+        let (device, tasks) = (format!("test-again:{}", std::process::id()), TaskGroup::new("signs"));
+        let [first, second, third] = [(); 3].map(|()| Sign::show(&device, &Clock::system(), &tasks));
+        assert!(first.socket.get().is_some() && second.socket.get().is_none());
+        // Nobody shows the sign of a mount that is gone.
+        drop(second);
+        drop(first);
+        while third.socket.get().is_none() {
+            tokio::task::yield_now().await;
+        }
+        assert!(is_shown(&device));
+        drop(third);
+        while !tasks.running().is_empty() {
+            tokio::task::yield_now().await;
+        }
         assert!(!is_shown(&device));
     }
 }

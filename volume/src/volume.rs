@@ -359,13 +359,18 @@ impl Volume {
         &self.store.clock
     }
 
-    /// Commits everything, waits for what runs in the background, and closes the tree. What is staged stays so: see
-    /// [`Self::drain`].
-    pub async fn close(&self) -> Result<()> {
+    /// Says that the volume is about to be closed, so that who wants it waits for that.
+    pub async fn say_ending(&self) {
         let claim = self.claim.lock().clone();
         if let Some(claim) = claim {
             claim.say_ending().await;
         }
+    }
+
+    /// Commits everything, waits for what runs in the background, and closes the tree. What is staged stays so: see
+    /// [`Self::drain`].
+    pub async fn close(&self) -> Result<()> {
+        self.say_ending().await;
         let synced = self.sync().await;
         if let (Err(_), false) = (&synced, self.is_shared()) {
             return synced;

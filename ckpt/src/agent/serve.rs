@@ -242,6 +242,8 @@ impl Desk {
         let held = Arc::new(told.held.clone());
         let (save, slot) = (held.seal.save, self.holdings.hold(told)?);
         self.trainer.begin(save, &self.holdings.saves(), self.holdings.lease(save));
+        // Before anybody works on it: who is told first that it is durable waits for nothing more.
+        self.trainer.tell(&Reply::Sealed { save, at_us: now_us(&Clock::system()) });
         let mut local = None;
         if let Some(copies) = &self.copies {
             local = copies.save(held.clone(), slot.clone());
@@ -251,9 +253,7 @@ impl Desk {
         }
         let replica = self.replicate(&held);
         let sealed = Save::new(held, Source::Slot(slot), given);
-        self.pass_on(Work::Save(Save { local, replica, ..sealed }))?;
-        self.trainer.tell(&Reply::Sealed { save, at_us: now_us(&Clock::system()) });
-        Ok(())
+        self.pass_on(Work::Save(Save { local, replica, ..sealed }))
     }
 
     /// Serves another start of the same trainer, which goes on from an earlier step.

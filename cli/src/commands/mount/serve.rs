@@ -81,7 +81,7 @@ async fn serve_mount(plan: &Plan, ready: impl FnOnce(&Plan) -> Result<()>) -> Re
     let failure = match mounted {
         Ok(mounted) => {
             ready(plan)?;
-            let (end, ended) = until_the_end(mounted, &mut signals).await;
+            let (end, ended) = until_the_end(mounted, &volume, &mut signals).await;
             let brought = match end {
                 // Still to be asked: `forebay status` shows what is left.
                 End::Once => bring_in(&volume, &mut signals).await,
@@ -131,7 +131,7 @@ enum End {
 }
 
 /// Returns when the mount has ended: unmounted by anyone, by us after a signal, or by itself, which is an error.
-async fn until_the_end(mut mounted: Mounted, signals: &mut Signals) -> (End, Result<()>) {
+async fn until_the_end(mut mounted: Mounted, volume: &Volume, signals: &mut Signals) -> (End, Result<()>) {
     let (mut end, mut outcome) = (End::Once, Ok(()));
     tokio::select! {
         ended = mounted.ended() => match ended {
@@ -155,6 +155,10 @@ async fn until_the_end(mut mounted: Mounted, signals: &mut Signals) -> (End, Res
                 }
             }
         }
+    }
+    // The next mount may be asked for already. What is staged would have it wait too long: it is told of that.
+    if volume.staged().files == 0 {
+        volume.say_ending().await;
     }
     mounted.finish().await;
     (end, outcome)
