@@ -530,6 +530,7 @@ def test_what_no_optimizer_trains_is_copied_at_once(tmp_path: Path, way: str) ->
     average.weight.data.fill_(1.0)
     optimizer = torch.optim.AdamW(trained.parameters())
     with forebay.Checkpointer(tmp_path) as checkpointer:
+        leave_to_the_next_call(checkpointer)
         checkpointer.before_optimizer_step()
         trained(torch.ones(300)).sum().backward()
         optimizer.step()
