@@ -8,6 +8,7 @@ import ctypes
 import gc
 import os
 import time
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,10 @@ from forebay import _errors
 from .conftest import PATIENCE_S, arenas_of, leave_to_the_next_call
 from .test_failures import begun, fail, mend, spoilt, state
 from .test_ranks import run_ranks
+
+
+PF_EXITING = 0x4
+"""Of a thread's flags in proc(5): it has begun to end."""
 
 
 def slots() -> tuple[int, int]:
@@ -160,12 +165,16 @@ def name_of(thread: Path) -> str:
 
 
 def has_ended(thread: Path) -> bool:
-    """Whether a thread is gone; one that was waited for may be seen for a moment."""
-    for _ in range(4):
-        if not thread.exists():
-            return True
-        time.sleep(0.005)
-    return False
+    """Whether a thread is gone, or about to be: one that was waited for may be seen for a while."""
+    with contextlib.suppress(OSError):
+        flags = int((thread / "stat").read_text().rsplit(")", 1)[1].split()[6])
+        return bool(flags & PF_EXITING)
+    return True
+
+
+def copiers() -> set[Path]:
+    """Threads that copy behind the training; each has its name once it runs."""
+    return {thread for thread in threads() if name_of(thread) == "forebay-stage" and not has_ended(thread)}
 
 
 def test_memory_outlives_its_copy_where_nobody_closes_the_checkpointer(tmp_path: Path) -> None:
@@ -173,9 +182,8 @@ def test_memory_outlives_its_copy_where_nobody_closes_the_checkpointer(tmp_path:
     # What was there before is not looked at: the copy would be over by then.
     gc.freeze()
     memory = (ctypes.c_float * 50_000_000)()
-    copiers: set[Path] = set()
-    was_copied: list[bool] = []
-    weakref.finalize(memory, lambda: was_copied.extend(map(has_ended, copiers)))
+    were_copying: list[set[Path]] = []
+    weakref.finalize(memory, lambda: were_copying.append(copiers()))
     parameter = torch.nn.Parameter(torch.zeros(10))
     optim = torch.optim.SGD([parameter], lr=1.0, momentum=0.9)
     optim.state[parameter]["momentum_buffer"] = torch.frombuffer(memory, dtype=torch.float32)
@@ -183,20 +191,16 @@ def test_memory_outlives_its_copy_where_nobody_closes_the_checkpointer(tmp_path:
     checkpointer.save_now(1, state(1)).wait_durable(60)
     checkpointer.before_optimizer_step()
     leave_to_the_next_call(checkpointer)
-    before = threads()
     checkpointer.save_now(2, {"optim": optim})
-    for _ in range(10_000):
-        # A thread has its name once it runs. Those that made memory are gone, and may be seen for a moment.
-        copiers |= {thread for thread in threads() - before if name_of(thread) == "forebay-stage"}
-        if copiers:
-            break
+    while not copiers() and not checkpointer._staging.is_copied:
+        pass
     agent = checkpointer._agent
     del memory, parameter, optim
-    assert was_copied == [] and copiers
+    assert were_copying == []
     del checkpointer
     gc.collect()
     gc.unfreeze()
-    assert was_copied == [True] * len(copiers)
+    assert were_copying == [set()]
     agent.wait(60)
 
 
