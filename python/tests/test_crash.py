@@ -350,7 +350,7 @@ def test_what_a_killed_agent_had_begun_is_aborted_by_the_one_that_takes_its_plac
         return {upload["UploadId"] for upload in listed.get("Uploads", [])}
 
     gate.open()
-    with forebay.Checkpointer(f"s3://{bucket}/{prefix}", every=1, flush_rate="8MiB") as checkpointer:
+    with forebay.Checkpointer(f"s3://{bucket}/{prefix}", every=1, flush_rate="256KiB") as checkpointer:
         save = checkpointer.step(1, {"t": torch.arange(24 << 20, dtype=torch.uint8)})
         assert save is not None and save.wait_sealed(60)
         wait_until(lambda: bool(uploads()))
@@ -358,6 +358,8 @@ def test_what_a_killed_agent_had_begun_is_aborted_by_the_one_that_takes_its_plac
         dead = uploads()
         os.kill(checkpointer._agent.pid, signal.SIGKILL)
         gate.open()
+        # The next one need not be so slow that its upload is seen.
+        checkpointer._session.set_flush_rate("1GiB")
         with pytest.warns(forebay.CheckpointWarning, match="ended unexpectedly"):
             assert save.wait_durable(60)
     assert len(dead) == 1 and uploads() == set()
@@ -378,7 +380,7 @@ def test_uploads_of_killed_agents_are_aborted_by_the_next_run(s3_endpoint: str, 
         return {upload["Key"]: upload["UploadId"] for upload in listed.get("Uploads", [])}
 
     def train(report: Callable[[str], None]) -> None:
-        checkpointer = forebay.Checkpointer(f"s3://{bucket}/{prefix}", every=1, flush_rate="4MiB")
+        checkpointer = forebay.Checkpointer(f"s3://{bucket}/{prefix}", every=1, flush_rate="256KiB")
         save = checkpointer.step(1, {"t": torch.zeros(24 << 20, dtype=torch.uint8)})
         assert save is not None and save.wait_sealed(60)
         report(str(checkpointer._agent.pid))
