@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ def waiting(capfd: pytest.CaptureFixture[str], place: Path, **given: Any) -> str
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_presence, "TELL_AFTER_S", 0.1)
+    # Patience may end before its thread is done.
+    monkeypatch.setattr(threading.Timer, "cancel", threading.Timer.join)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
