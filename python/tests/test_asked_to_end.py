@@ -23,8 +23,8 @@ LINGER_S = 120.0
 BYTES = 3 << 20
 
 
-def sealed(place: Path, **settings: object) -> tuple[Child, int]:
-    """A trainer that has sealed a step and waits, and its agent."""
+def sealed(place: Path, is_stopped: bool = False, **settings: object) -> tuple[Child, int]:
+    """A trainer that has sealed a step and waits, and its agent, which may be stopped then."""
 
     def train(report: Callable[[str], None]) -> None:
         # What started the tests may have had them ignored, as nohup does, and a shell of what it runs beside itself.
@@ -33,6 +33,8 @@ def sealed(place: Path, **settings: object) -> tuple[Child, int]:
         checkpointer = forebay.Checkpointer(place, linger=LINGER_S, **settings)  # type: ignore[arg-type]
         save = checkpointer.save_now(1, {"t": torch.ones(BYTES, dtype=torch.uint8)})
         assert save.wait_sealed(60)
+        if is_stopped:
+            os.kill(checkpointer._agent.pid, signal.SIGSTOP)
         if not settings:
             assert save.wait_durable(60)
         report(str(checkpointer._agent.pid))
@@ -51,11 +53,14 @@ def steps(place: Path) -> list[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_sealed_steps_survive_a_signal_to_trainer_and_agent(tmp_path: Path, number: signal.Signals) -> None:
-    child, agent = sealed(tmp_path, flush_rate="1MiB")
-    for process in (agent, child.pid):
-        os.kill(process, number)
-    child.join()
-    assert steps(tmp_path) == [], "else it had nothing left to do"
+    child, agent = sealed(tmp_path, is_stopped=True, flush_rate="1MiB")
+    try:
+        for process in (agent, child.pid):
+            os.kill(process, number)
+        child.join()
+        assert steps(tmp_path) == [], "else it had nothing left to do"
+    finally:
+        os.kill(agent, signal.SIGCONT)
     # Long before anybody who comes next is waited for in vain.
     wait_until(lambda: not is_running(agent))
     assert steps(tmp_path) == [1]
