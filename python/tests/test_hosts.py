@@ -20,11 +20,11 @@ import torch.distributed.checkpoint as dcp
 
 import forebay
 import forebay.dcp
-from forebay import _hosts, _native, _together
+from forebay import _hosts, _native, _ranks, _together
 from forebay._pieces import Pieces
 from forebay._ranks import Ranks
 
-from .conftest import PATIENCE_S, SCALE, Child
+from .conftest import PATIENCE_S, SCALE, Child, wait_until
 from .hosts import Hosts, Report, hosts, train  # noqa: F401  (one is a fixture)
 from .test_dcp import everything, numbers, whole
 from .test_ranks import fsdp_parts, fsdp_values, run_ranks
@@ -295,9 +295,19 @@ def test_a_rank_that_is_gone_from_another_host_is_named(hosts: Hosts, tmp_path: 
 
 
 def test_hosts_that_do_not_reach_each_other_are_told(hosts: Hosts, tmp_path: Path) -> None:
+    is_open = tmp_path / "is-open"
+
+    def open_door(*given: Any) -> Any:
+        door = _hosts.open_door(*given)
+        is_open.touch()
+        return door
+
     def work(rank: int) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_hosts, "addresses", lambda: ["127.0.0.1"])
+            patch.setattr(_ranks, "open_door", open_door)
+            if rank == 1:
+                wait_until(is_open.exists)
             with forebay.Checkpointer(tmp_path / "run", patience=3.0) as checkpointer:
                 with pytest.raises(forebay.CheckpointUnavailable) as raised:
                     checkpointer.save_now(1, {"w": numbers(9)})
