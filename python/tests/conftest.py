@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -96,12 +97,22 @@ def agents_do_not_linger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay._checkpointer.LINGER_S", 0.0)
 
 
+def free_port() -> int:
+    """A port that is nobody's, and stays so until it is used: none of those that whoever asks for any is given."""
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(1024, given) or range(1024, 1 << 16)
+    first = secrets.choice(ports)
+    for port in [*range(first, ports.stop), *range(1024, first)]:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    raise AssertionError("no port is free")
+
+
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """A real S3 server on loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     try:
         import moto  # noqa: F401
     except ImportError:

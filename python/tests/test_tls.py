@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
-import socket
 import ssl
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import torch
 
 import forebay
 
-from .conftest import Child, wait_until
+from .conftest import Child, free_port, wait_until
 
 x509 = pytest.importorskip("cryptography.x509")
 
@@ -50,9 +49,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An S3 server that speaks TLS alone, with a bucket; its certificate."""
     pytest.importorskip("moto")
     certificate, key = write_certificate(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port), "-c", str(certificate), "-k", str(key)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     endpoint, trust = f"https://127.0.0.1:{port}", ssl.create_default_context(cafile=str(certificate))

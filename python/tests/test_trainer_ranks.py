@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import forebay
 from forebay import _native
 
-from .conftest import wait_until
+from .conftest import free_port, wait_until
 from .test_crash import is_running
 from .test_ranks import run_ranks, start_ranks
 from .test_restart import LINGER_S
@@ -32,9 +31,7 @@ from pytorch_lightning.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 
 def as_torchrun(world_size: int, work: Callable[..., Any]) -> Callable[..., Any]:
     """`work` with the environment that torchrun sets, for libraries that join torch's group by themselves."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     def run(rank: int, *rest: Any) -> Any:
         local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size, "GROUP_RANK": 0, "NODE_RANK": 0}
