@@ -214,6 +214,7 @@ class Gate(Proxy):
     def __init__(self, endpoint: str) -> None:
         self._opened = threading.Event()
         self._passing: list[socket.socket] = []
+        self._lock = threading.Lock()
         super().__init__(endpoint)
 
     def open(self) -> None:
@@ -221,13 +222,12 @@ class Gate(Proxy):
 
     def shut(self) -> None:
         """Nothing passes from now on, on connections that were passed on before neither."""
-        self._opened.clear()
-        for passing in self._passing:
-            try:
-                passing.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
-        self._passing.clear()
+        with self._lock:
+            self._opened.clear()
+            for passing in self._passing:
+                with contextlib.suppress(OSError):
+                    passing.shutdown(socket.SHUT_RDWR)
+            self._passing.clear()
 
     def close(self) -> None:
         self._opened.set()
@@ -236,13 +236,21 @@ class Gate(Proxy):
     def serve(self, visitor: socket.socket) -> None:
         self._opened.wait()
         store = socket.create_connection(self._store)
-        self._passing += [visitor, store]
+        while not self._passes(visitor, store):
+            self._opened.wait()
         back = threading.Thread(target=_pump, args=[store, visitor], daemon=True)
         back.start()
         _pump(visitor, store)
         back.join()
         visitor.close()
         store.close()
+
+    def _passes(self, *connections: socket.socket) -> bool:
+        """Whether these may pass; who shuts the gate ends them then."""
+        with self._lock:
+            if self._opened.is_set():
+                self._passing += connections
+            return self._opened.is_set()
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:
