@@ -92,6 +92,12 @@ def warnings_are_errors() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def stores_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test of a store that is silent says how long it is waited for."""
+    monkeypatch.setattr("forebay._held.PATIENCE_S", PATIENCE_S)
+
+
+@pytest.fixture(autouse=True)
 def agents_do_not_linger(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that wants agents to wait for successors says so."""
     monkeypatch.setattr("forebay._checkpointer.LINGER_S", 0.0)

@@ -120,8 +120,11 @@ def test_memory_comes_before_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tier", ["arena", "local"])
-def test_nearer_tiers_need_none_that_is_farther(gate: Gate, tmp_path: Path, tier: str) -> None:
+def test_nearer_tiers_need_none_that_is_farther(
+    gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
     """Memory with a store that is silent and without the disk; the disk with damaged memory and such a store."""
+    monkeypatch.setattr("forebay._held.PATIENCE_S", 0.1)
     place, disk = f"s3://checkpoints/{tmp_path.name}-tiers", tmp_path / "disk"
     gate.open()
 
