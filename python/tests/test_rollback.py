@@ -17,7 +17,7 @@ import forebay
 from forebay import _native
 from forebay._ranks import new_start
 
-from .conftest import Child, Gate, wait_until
+from .conftest import PATIENCE_S, Child, Gate, wait_until
 from .test_crash import is_running
 from .test_ranks import run_ranks, start_ranks
 from .test_restart import LINGER_S, end, held_until, kill, memory_of, restored
@@ -360,6 +360,7 @@ def test_a_job_goes_back_and_saves_on_while_the_store_is_away(
             assert job.save_now(4, state_of(rank, 4, 3)) is None and job.skipped == 1
             assert not any(save.durable for save in saves)
             gate_is("open")
+            monkeypatch.setattr("forebay._held.PATIENCE_S", PATIENCE_S)
             assert saves[0].wait_durable(60) and saves[-1].wait_durable(60) and job.wait()
             assert job.restore(state_of(rank, 0, 0), step=2) == 2
             assert job.restored is not None and job.restored.tier == "arena"
