@@ -14,14 +14,6 @@ use crate::packed::{Policy, export, policy};
 use crate::staging::WritebackSettings;
 use crate::{Access, File, Volume};
 
-/// The store is away from the first fault on.
-async fn goes_away_after_one(faults: &Faults) {
-    while faults.injected() == 0 {
-        tokio::task::yield_now().await;
-    }
-    faults.set_down(true);
-}
-
 async fn layout_of(volume: &Volume, file: &File) -> FileLayout {
     volume.store().tree.layout(file.ino()).await.expect("a layout").0
 }
@@ -88,9 +80,8 @@ fn a_file_whose_seal_was_not_answered_is_whole_and_goes_on() {
         let volume = fixture.open().await;
         let file = in_parts(&volume).await;
         let written = volume.attributes(file.ino()).await.expect("it is there").mtime;
-        faults.script(OperationKind::Put, 1, FaultMode::LoseReply);
-        let (released, ()) = tokio::join!(file.release(), goes_away_after_one(&faults));
-        released.expect("release");
+        faults.script(OperationKind::Put, 1, FaultMode::LoseReplyThenDown);
+        file.release().await.expect("release");
         until("a try is given up", async || faults.injected() > 4).await;
         faults.set_down(false);
         let file = open(&volume, "f", READ_WRITE).await;
@@ -115,9 +106,8 @@ fn nothing_is_committed_over_what_a_lost_upload_may_have_replaced() {
         let fixture = Fixture::new(bucket);
         let volume = fixture.open().await;
         let file = written_anew(&volume, "old").await;
-        faults.script(OperationKind::Put, 1, FaultMode::LoseReply);
-        let (synced, ()) = tokio::join!(file.fsync(), goes_away_after_one(&faults));
-        synced.expect_err("nobody knows what became of it");
+        faults.script(OperationKind::Put, 1, FaultMode::LoseReplyThenDown);
+        file.fsync().await.expect_err("nobody knows what became of it");
         faults.set_down(false);
         file.write(3, Bytes::from_static(b" more")).await.expect("write");
         let told = file.fsync().await;
@@ -207,11 +197,10 @@ fn what_is_synced_after_a_seal_that_was_not_answered_is_newer_than_what_that_bro
         let (faults, fixture) = written_back_at_close();
         let volume = fixture.open().await;
         let file = create(&volume, "f").await;
-        faults.script(OperationKind::Put, 1, FaultMode::LoseReply);
+        faults.script(OperationKind::Put, 1, FaultMode::LoseReplyThenDown);
         file.write(0, Bytes::from_static(b"old")).await.expect("write");
         file.fsync().await.expect("it is staged");
-        let (released, ()) = tokio::join!(file.release(), goes_away_after_one(&faults));
-        released.expect("release");
+        file.release().await.expect("release");
         until("its upload is given up", async || faults.injected() > 4).await;
         let file = open(&volume, "f", READ_WRITE).await;
         file.write(3, Bytes::from_static(b" more")).await.expect("write");
@@ -370,9 +359,8 @@ fn what_an_upload_brought_that_was_not_answered_is_found_by_itself() {
         let volume = fixture.open().await;
         let file = written_anew(&volume, "old").await;
         let whole = pattern(2, 0..4 * forebay_core::units::MIB);
-        faults.script(OperationKind::Put, 1, FaultMode::LoseReply);
-        let (synced, ()) = tokio::join!(file.fsync(), goes_away_after_one(&faults));
-        synced.expect_err("nobody knows what became of it");
+        faults.script(OperationKind::Put, 1, FaultMode::LoseReplyThenDown);
+        file.fsync().await.expect_err("nobody knows what became of it");
         faults.set_down(false);
         file.release().await.expect("release");
         assert_eq!(layout_of(&volume, &file).await.size(), 3, "what is known");

@@ -22,6 +22,8 @@ pub enum FaultMode {
     Before,
     /// The store carries the request out and the reply is lost.
     LoseReply,
+    /// The store carries the request out, the reply is lost, and no later request reaches the store: it is down.
+    LoseReplyThenDown,
     /// The body of a GET breaks after this many bytes; other requests lose their reply.
     BreakBody(u64),
     /// The store says that the condition does not hold, without having looked.
@@ -165,10 +167,10 @@ impl Faults {
         });
         let cut = script.cut.as_mut().and_then(|left| {
             *left = left.checked_sub(1)?;
-            (*left == 0).then_some(FaultMode::LoseReply)
+            (*left == 0).then_some(FaultMode::LoseReplyThenDown)
         });
         let mode = if script.down { Some(FaultMode::Before) } else { cut.or(due).or(random) };
-        script.down |= cut.is_some();
+        script.down |= mode == Some(FaultMode::LoseReplyThenDown);
         script.injected += u64::from(mode.is_some());
         mode
     }
@@ -212,7 +214,7 @@ impl Service for Failing {
             Some(FaultMode::BreakBody(after)) if kind == OperationKind::Get => {
                 Ok(map_body(self.next.call(request).await?, |body| break_after(body, after)))
             }
-            Some(FaultMode::LoseReply | FaultMode::BreakBody(_)) => {
+            Some(FaultMode::LoseReply | FaultMode::LoseReplyThenDown | FaultMode::BreakBody(_)) => {
                 // A refusal is lost just as a success is.
                 drop(self.next.call(request).await);
                 Err(Fault::Injected("the reply was lost").into())

@@ -124,14 +124,8 @@ async fn a_copy_that_comes_late_is_no_new_content() {
         let before = resolve(&tree, "a").await.expect("found");
         rename(&tree, "a", "b", RenameMode::Replace).await.expect("renamed");
         let kind = if is_large { OperationKind::Complete } else { OperationKind::Copy };
-        faults.script(kind, 1, FaultMode::LoseReply);
-        let (drained, ()) = tokio::join!(tree.drain(), async {
-            while faults.injected() == 0 {
-                tokio::task::yield_now().await;
-            }
-            faults.set_down(true);
-        });
-        drained.expect("drained");
+        faults.script(kind, 1, FaultMode::LoseReplyThenDown);
+        tree.drain().await.expect("drained");
         faults.set_down(false);
         world.check_objects(&[("a", &content), ("b", &content)]).await;
         assert_eq!(
