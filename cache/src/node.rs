@@ -123,6 +123,12 @@ impl Node {
         self.sources.disk.as_ref().expect("a disk").pinning()
     }
 
+    /// How many other hosts it sends a block, or will once it has it.
+    #[cfg(test)]
+    pub(crate) fn waiting_for(&self, key: &BlockKey) -> usize {
+        self.sources.peers.get().expect("peers").waiting_for(key)
+    }
+
     /// Where other hosts find it.
     #[cfg(test)]
     pub(crate) fn peer_address(&self) -> std::net::SocketAddr {

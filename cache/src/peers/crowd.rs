@@ -103,6 +103,12 @@ impl Crowds {
         Turn { crowds: self.clone(), id, asker, number, from, came: Came::Unknown }
     }
 
+    /// How many are being sent the block.
+    #[cfg(test)]
+    pub(super) fn turns(&self, id: BlockId) -> usize {
+        self.all.lock().get(&id).map_or(0, |crowd| crowd.turns)
+    }
+
     /// Blocks that somebody is being sent.
     #[cfg(test)]
     fn len(&self) -> usize {

@@ -179,6 +179,12 @@ impl Peers {
         self.host.address().expect("a port")
     }
 
+    /// How many hosts are being sent a block, or wait for that.
+    #[cfg(test)]
+    pub(crate) fn waiting_for(&self, key: &BlockKey) -> usize {
+        self.crowds.turns(BlockId::of(key))
+    }
+
     /// Who is asked for a block; none where that is this host, or nobody.
     fn owner(&self, key: &BlockKey) -> Option<Arc<Member>> {
         // What is staged on a host is in no store, and the keys of most are no longer than this.

@@ -193,6 +193,10 @@ async fn what_a_warmup_fetched_keeps_its_place_until_it_is_written() {
     let (cancel, warm) = (Stop::new(), Fill { concurrency: 40, pin: false });
     let mut filling = Box::pin(fill_many(&*node, stream::iter(huge.keys()), warm, |_| (), &cancel));
     while_no_block_is_taken(&node, async {
+        while world.gets() < 9 {
+            let early = tokio::time::timeout(Duration::from_millis(10), &mut filling).await;
+            assert!(early.is_err(), "nothing is written");
+        }
         let late = tokio::time::timeout(Duration::from_millis(500), &mut filling).await;
         assert!(late.is_err(), "nothing is written");
         // Of 48 MiB for blocks on their way from the origin three quarters.
