@@ -26,7 +26,7 @@ fn small_files_written_side_by_side_are_one_put_each() {
         let mut fixture = Fixture::new(Bucket::in_memory());
         fixture.tree_in_bucket = true;
         let volume = fixture.open().await;
-        let before = fixture.bucket.counters();
+        let (before, begun) = (fixture.bucket.counters(), std::time::Instant::now());
         let writers = (0..8_u64).map(|writer| {
             let volume = volume.clone();
             async move {
@@ -42,7 +42,9 @@ fn small_files_written_side_by_side_are_one_put_each() {
         volume.sync().await.expect("sync");
         let asked = fixture.bucket.counters().since(&before);
         let puts = asked.of(OperationKind::Put).requests;
-        assert!((201..=216).contains(&puts), "200 files and a few batches of the tree: {asked:?}");
+        // The tree writes by itself each second what nobody waits for.
+        let most = 216 + 2 * begun.elapsed().as_secs();
+        assert!((201..=most).contains(&puts), "200 files and a few batches of the tree: {asked:?}");
         // A batch holds an entry and an inode a file, no intents that came and went.
         let tree = sent(&asked) - 200 * 4 * KIB;
         assert!(tree < 200 * 512, "{tree} bytes for 200 names");
