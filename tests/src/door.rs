@@ -41,6 +41,8 @@ pub enum Manner {
     Silent,
     /// So many requests go through; those after them find it shut.
     Few(usize),
+    /// Parts of uploads and their completions go through; all else is answered as by [`Self::Refuse`].
+    Parts,
     /// One [`Trouble`] or another befalls it in this many of 100 cases; else it goes through.
     Troubled(u32),
 }
@@ -245,10 +247,16 @@ impl State {
         match manner {
             Manner::Few(0) => return (Manner::Shut, None),
             Manner::Few(left) => self.manner = Manner::Few(left - 1),
+            Manner::Parts if !is_of_upload(request) => return (Manner::Refuse, None),
             _ => {}
         }
         (manner, trouble)
     }
+}
+
+/// Whether a request is a part of an upload or its completion.
+fn is_of_upload(request: &str) -> bool {
+    request.contains("uploadId=") && (request.starts_with("PUT") || request.starts_with("POST"))
 }
 
 fn lock(state: &Mutex<State>) -> std::sync::MutexGuard<'_, State> {
@@ -415,6 +423,8 @@ mod tests {
         assert!(ask(&door).contains("InvalidAccessKeyId"));
         door.set(Manner::Shut);
         assert_eq!(ask(&door), "");
+        door.set(Manner::Parts);
+        assert!(ask(&door).contains("InvalidAccessKeyId"));
         door.set(Manner::Few(1));
         assert!(ask(&door).starts_with("HTTP/1.1 200"));
         assert_eq!(ask(&door), "");
@@ -423,11 +433,14 @@ mod tests {
         waiting
             .write_all(b"PUT /b/k HTTP/1.1\r\nRange: bytes=3-9\r\nIf-None-Match: *\r\n\r\n")
             .expect("sent");
+        while lock(&door.state).requests.len() < 8 {
+            thread::sleep(Duration::from_millis(1));
+        }
         waiting.set_read_timeout(Some(Duration::from_millis(50))).expect("a timeout");
         let silence = waiting.read(&mut [0]).expect_err("no answer, and no end");
         assert_eq!(silence.kind(), io::ErrorKind::WouldBlock);
-        assert_eq!(door.take_conditions(), ["If-None-Match: *"; 7]);
-        assert_eq!(door.take_requests(), ["PUT /b/k bytes=3-9"; 7]);
+        assert_eq!(door.take_conditions(), ["If-None-Match: *"; 8]);
+        assert_eq!(door.take_requests(), ["PUT /b/k bytes=3-9"; 8]);
         assert!(door.take_requests().is_empty());
     }
 

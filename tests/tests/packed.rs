@@ -21,12 +21,16 @@ def content(number):
     return (seed * 200)[: 2048 + number * 4]
 
 def write(number):
-    with open(f"d/sub/f{number:04}", "wb") as file:
-        file.write(content(number))
+    file = open(f"d/sub/f{number:04}", "wb", buffering=0)
+    file.write(content(number))
+    return file
 
 os.mkdir("d/sub")
 with concurrent.futures.ThreadPoolExecutor(8) as pool:
-    list(pool.map(write, range(1000)))
+    for first in range(0, 1000, 250):
+        files = list(pool.map(write, range(first, first + 250)))
+        # Those share an object that come while others are on their way: nothing is done between two closes.
+        list(pool.map(lambda file: file.close(), files))
 open("d/empty", "w").close()
 open("d/large", "wb").write(b"l" * 300_000)
 open("plain", "w").write("plain")

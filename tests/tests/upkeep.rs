@@ -4,6 +4,7 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use forebay_tests::process::start;
 use forebay_tests::s3::Server;
@@ -124,11 +125,13 @@ fn an_upload_that_a_killed_mount_had_begun_ends_with_the_next_mount() {
                   file.write(bytes(40 << 20))\n\
                   other = open('other', 'wb')\n\
                   os.fsync(other.fileno())";
-    let writer = Writer::run(&folder, script);
+    let (writer, uploads) = (Writer::run(&folder, script), bucket.join(".forebay/staging/uploads"));
+    // Its parts go behind the writer's back.
+    while count(&uploads).1 < 16 << 20 {
+        std::thread::sleep(Duration::from_millis(10));
+    }
     mount.kill();
     drop(writer);
-    let uploads = bucket.join(".forebay/staging/uploads");
-    assert!(count(&uploads).1 >= 16 << 20, "{:?}", count(&uploads));
     mount.remount(&home);
     assert_eq!(count(&uploads), (0, 0));
     mount.unmount();

@@ -182,12 +182,16 @@ async fn exchange_kinds(mut walk: Walk) {
     walk.move_to_another_machine();
     assert_same_trees(&plain, &walk.mount.path().join("w"), true);
     // Moves go on behind everybody's back.
-    let files = shell(&plain, "find . -type f").succeeded().lines().count();
+    let files = shell(&plain, "find . -type f -printf 'w/%P\\n' | LC_ALL=C sort").succeeded();
     for _ in 0..300 {
         let objects = walk.bucket.list("w").try_collect::<Vec<_>>().await.expect("a listing");
-        if objects.len() == files {
+        let mut keys: Vec<_> = objects.iter().map(|object| object.key.as_str()).collect();
+        keys.sort_unstable();
+        if keys.iter().copied().eq(files.lines()) {
             break;
         }
+        // Who moves them rests for half a minute after what could not be done, unless there is something new.
+        walk.sh("echo > fresh && rm fresh");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     walk.check_objects(&plain, "w").await;

@@ -42,7 +42,7 @@ fn mounts_go_on_when_the_one_that_serves_is_killed() {
     wait_for("the file", || fs::read(first.path().join("open")).expect("read") == whole);
     fs::write(second.path().join("after"), "after").expect("written");
     check_same(&first, &second);
-    assert_eq!(hosts.status("second")["sharing"]["reconnects"], 1);
+    assert!(hosts.status("second")["sharing"]["reconnects"].as_u64() >= Some(1));
 }
 
 /// A program without privileges writes to a file that was there before: each write takes set-id bits and a capability away from it, for
@@ -247,7 +247,7 @@ fn what_is_asked_while_the_process_that_serves_says_nothing_is_done_once() {
         meta.signal("CONT");
         making.join().expect("joined").expect("it is made, and not there already");
     });
-    assert_eq!(hosts.status("one")["sharing"]["reconnects"], 1);
+    assert!(hosts.status("one")["sharing"]["reconnects"].as_u64() >= Some(1));
     open.write_all(b"goes on").expect("written");
     open.sync_all().expect("synced");
     drop((open, mount));
