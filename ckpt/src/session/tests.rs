@@ -40,6 +40,15 @@ impl Fixture {
         self.runtime.block_on(Bucket::open(&url, &StoreSettings::default())).expect("bucket")
     }
 
+    /// Holds back whoever gives anything in the bucket its name, until what this returns is dropped: nothing is durable.
+    pub(super) fn hold_names(&self) -> std::fs::File {
+        let staging = self.directory.path().join(".forebay/staging");
+        std::fs::create_dir_all(&staging).expect("a folder");
+        let lock = std::fs::File::create(staging.join("lock")).expect("the lock");
+        lock.lock().expect("locked");
+        lock
+    }
+
     pub(super) fn session(&mut self, keep: Option<usize>) -> (Session, JoinHandle<Result<()>>) {
         let mut session = self.unattached(keep);
         let agent = attach(&mut session);
