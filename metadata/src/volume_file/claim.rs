@@ -14,7 +14,7 @@ use futures::future::{BoxFuture, FutureExt};
 use tokio::sync::watch;
 
 use super::lease::{Held, Lease, LeaseSettings, LeaseState};
-use super::lock::{held_by, is_ending, lock, say_ending};
+use super::lock::{STILL_ENDING, held_by, is_ending, lock, say_ending};
 use super::record::{EngineKind, LeaseRecord, VolumeRecord, damaged};
 
 /// How long requests of a mount that was taken over may still be on their way.
@@ -35,7 +35,7 @@ const MOST_TRIES: usize = 16;
 const LOOKS: u32 = 6;
 /// How long the lock of a directory is waited for: its holder may be a mount that was just unmounted, and about to say so.
 const LOCK_PATIENCE: Duration = Duration::from_secs(1);
-/// How long it is once the holder says that it closes the volume.
+/// How long it is once the holder says that it closes the volume, and a lease that is renewed.
 const ENDING_PATIENCE: Duration = Duration::from_secs(60);
 /// Between two looks at the lock.
 const LOCK_PAUSE: Duration = Duration::from_millis(50);
@@ -147,10 +147,10 @@ impl VolumeFile {
     }
 
     /// Returns once the holder's counter has stood still for its whole lease and a tenth, by this host's own
-    /// clock.
+    /// clock, or the lease is given back.
     ///
     /// # Errors
-    /// `Conflict`, naming the holder, as soon as it is seen renewing.
+    /// `Conflict`, naming the holder, as soon as it is seen renewing; for a while not where it says that it closes the volume.
     async fn wait_until_stale(&self, lease: &LeaseRecord, version: &Version) -> Result<()> {
         let duration = Duration::from_millis(lease.duration_ms);
         tracing::info!(
@@ -158,13 +158,20 @@ impl VolumeFile {
             ?duration,
             "another holds the volume: watching whether it lives"
         );
-        let stale = self.clock.now() + duration + duration / 10;
+        let (patience, mut version) = (self.clock.now() + ENDING_PATIENCE, version.clone());
+        let mut stale = self.clock.now() + duration + duration / 10;
         while self.clock.now() < stale {
             self.clock.sleep_until(stale.min(self.clock.now() + duration / LOOKS)).await;
             match read(&self.bucket).await? {
-                Some((_, now)) if now == *version => {}
+                Some((_, now)) if now == version => {}
                 // Released or created anew: the caller looks again.
                 None | Some((VolumeRecord { lease: None, .. }, _)) => return Ok(()),
+                Some((VolumeRecord { lease: Some(lease), .. }, now))
+                    if lease.ending && self.clock.now() < patience =>
+                {
+                    version = now;
+                    stale = self.clock.now() + duration + duration / 10;
+                }
                 Some((VolumeRecord { lease: Some(lease), .. }, _)) => return Err(mounted(&lease)),
             }
         }
@@ -221,6 +228,7 @@ impl VolumeFile {
             address: self.settings.address.clone(),
             renewed: 0,
             duration_ms: self.settings.duration.as_millis() as u64,
+            ending: false,
         });
         record
     }
@@ -295,11 +303,14 @@ impl Claim {
         }
     }
 
-    /// Says that the volume is about to be given back: whoever wants it waits. A lease, whose next holder waits anyway, says
-    /// nothing.
+    /// Says that the volume is about to be given back: whoever wants it waits. A lease, whose next holder waits until it is renewed,
+    /// says so then.
     pub async fn say_ending(&self) {
-        let Right::Locked { lock, holder, .. } = &self.right else { return };
-        let (lock, holder) = (lock.clone(), holder.clone());
+        let (lock, holder) = match &self.right {
+            Right::Read => return,
+            Right::Leased(lease) => return lease.say_ending(),
+            Right::Locked { lock, holder, .. } => (lock.clone(), holder.clone()),
+        };
         let said = blocking(move || say_ending(&lock, &holder)).await;
         if let Err(error) = said.and_then(|said| said) {
             tracing::warn!(%error, "the lock does not say that the volume is being closed");
@@ -326,7 +337,11 @@ impl Claim {
 fn mounted(lease: &LeaseRecord) -> Error {
     let at = lease.address.as_ref().map(|address| format!(" at {address}")).unwrap_or_default();
     let message = format!("the volume is mounted read-write by {}{at}", lease.holder);
-    Error::new(ErrorKind::Conflict, message).with_hint(
+    let error = Error::new(ErrorKind::Conflict, message);
+    if lease.ending {
+        return error.with_hint(STILL_ENDING);
+    }
+    error.with_hint(
         "unmount it there, mount both with --join-secret, to write from both, or this one with --read-only, or take the volume over \
          with --take-over: the other mount then fails",
     )

@@ -1,7 +1,7 @@
 //! Holding a lease: a task that renews it, and a cheap question whether it is still held.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use forebay_core::{Error, ErrorKind, ObjectKey, Result, Version};
@@ -69,6 +69,8 @@ struct Shared {
     valid_ms: AtomicU64,
     duration: Duration,
     state: watch::Sender<LeaseState>,
+    /// The volume is being closed: the next renewal says so.
+    ending: AtomicBool,
     /// Renewals that have begun, and how many of them had when the last one ended.
     begun: AtomicU64,
     ended: watch::Sender<u64>,
@@ -128,8 +130,8 @@ impl Lease {
     pub(super) fn keep(held: Held, duration: Duration, clock: &Clock, sent: Moment) -> Self {
         let (clock, state) = (clock.clone(), watch::Sender::new(LeaseState::Held));
         let (begun, ended, wanted) = (AtomicU64::new(0), watch::Sender::new(0), Notify::new());
-        let valid_ms = AtomicU64::new(0);
-        let shared = Shared { clock, origin: sent, valid_ms, duration, state, begun, ended, wanted };
+        let (valid_ms, ending) = (AtomicU64::new(0), AtomicBool::new(false));
+        let shared = Shared { clock, origin: sent, valid_ms, duration, state, ending, begun, ended, wanted };
         let shared = Arc::new(shared);
         shared.extend(sent);
         let (stop, stopped) = oneshot::channel();
@@ -171,6 +173,11 @@ impl Lease {
 
     pub(super) fn watch(&self) -> watch::Receiver<LeaseState> {
         self.shared.state.subscribe()
+    }
+
+    /// Has renewals say that the lease is about to be given back.
+    pub(super) fn say_ending(&self) {
+        self.shared.ending.store(true, Ordering::Release);
     }
 
     /// Gives the lease back, so that the next one has it at once.
@@ -224,7 +231,7 @@ async fn renew_until_stopped(
 /// One renewal. A put that outlasts the lease counts as failed, and the lease lapses meanwhile.
 async fn renew(held: &mut Held, shared: &Shared) -> Result<()> {
     let until = shared.clock.now() + shared.duration;
-    let renewing = held.renew();
+    let renewing = held.renew(shared.ending.load(Ordering::Acquire));
     tokio::pin!(renewing);
     tokio::select! {
         renewed = &mut renewing => return renewed,
@@ -239,14 +246,15 @@ async fn renew(held: &mut Held, shared: &Shared) -> Result<()> {
 }
 
 impl Held {
-    /// Raises the counter.
+    /// Raises the counter, and says whether the volume is being closed.
     ///
     /// # Errors
     /// `Conflict` when another holds the lease; anything else may pass.
-    async fn renew(&mut self) -> Result<()> {
+    async fn renew(&mut self, ending: bool) -> Result<()> {
         let mut next = self.record.clone();
         if let Some(lease) = &mut next.lease {
             lease.renewed += 1;
+            lease.ending = ending;
         }
         self.replace(next).await
     }

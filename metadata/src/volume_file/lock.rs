@@ -9,6 +9,9 @@ use forebay_io::lock_file::{LockFile, Locked};
 
 /// What the file says after its holder's name while that one closes the volume.
 const ENDING: &str = " (closing it)";
+/// What can be done where the holder says so.
+pub(super) const STILL_ENDING: &str =
+    "it was unmounted and still brings changes to the bucket: wait until its process has ended";
 
 /// Takes the lock for `holder`, or gives what the file says of who has it. Blocks on the disk.
 pub(super) fn lock(bucket: &Path, holder: &str) -> Result<Locked> {
@@ -47,7 +50,7 @@ pub(super) fn is_ending(holder: &str) -> bool {
 pub(super) fn held_by(other: &str) -> Error {
     let message = format!("the volume is mounted read-write by {other}");
     let hint = match is_ending(other) {
-        true => "it was unmounted and still brings changes to the bucket: wait until its process has ended",
+        true => STILL_ENDING,
         false => {
             "unmount it there, or mount both with --join-secret, to write from both; on a directory the lock goes with its process and \
              cannot be taken over"

@@ -26,6 +26,9 @@ pub struct LeaseRecord {
     pub renewed: u64,
     /// How long the counter must stand still before another may take the lease, in milliseconds.
     pub duration_ms: u64,
+    /// Whether the holder closes the volume, and is about to give the lease back.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub ending: bool,
 }
 
 /// What a volume is.
@@ -136,6 +139,7 @@ mod tests {
                 address: None,
                 renewed: 17,
                 duration_ms: 15_000,
+                ending: false,
             }),
         }
     }
@@ -160,6 +164,11 @@ mod tests {
         .replace("CRC", &sample().checksum());
         assert_eq!(std::str::from_utf8(&sample().encode()).expect("text"), golden);
         assert_eq!(VolumeRecord::decode(golden.as_bytes()).expect("record"), sample());
+        let lease = sample().lease.map(|lease| LeaseRecord { ending: true, ..lease });
+        let ending = VolumeRecord { lease, ..sample() };
+        let text = ending.encode();
+        assert!(std::str::from_utf8(&text).is_ok_and(|text| text.contains("15000,\n    \"ending\": true\n")));
+        assert_eq!(VolumeRecord::decode(&text).expect("record"), ending);
         let released = VolumeRecord { lease: None, ..sample() };
         assert_eq!(VolumeRecord::decode(&released.encode()).expect("record"), released);
     }

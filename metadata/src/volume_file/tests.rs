@@ -98,27 +98,49 @@ async fn a_second_writer_is_refused_and_told_who_holds_the_volume() {
 
 /// `umount` returns before the mount's process has closed the volume.
 #[tokio::test(start_paused = true)]
-async fn a_directory_that_is_being_closed_is_waited_for() {
+async fn a_volume_that_is_being_closed_is_waited_for() {
     let clock = clock();
-    let (_keep, bucket) = directory().await;
+    let memory = Bucket::in_memory();
+    let (_keep, on_disk) = directory().await;
+    for bucket in [memory, on_disk] {
+        let first = open(&bucket, &clock, false).await.expect("first");
+        first.say_ending().await;
+        let error = open(&bucket, &clock, false).await.expect_err("refused, after a minute");
+        assert_eq!(error.kind(), ErrorKind::Conflict);
+        assert!(
+            error.hint().is_some_and(|hint| hint.contains("wait until its process has ended")),
+            "{error:?}"
+        );
+
+        let begun = clock.now();
+        let next = tokio::spawn({
+            let (bucket, clock) = (bucket.clone(), clock.clone());
+            async move { open(&bucket, &clock, false).await }
+        });
+        clock.sleep(Duration::from_secs(30)).await;
+        assert!(!next.is_finished());
+        let holder = record(&first).lease.as_ref().expect("a lease").holder.clone();
+        first.release().await.expect("release");
+        let second = next.await.expect("no panic").expect("it waited");
+        assert!(clock.now() >= begun + Duration::from_secs(30));
+        let lease = stored(&bucket).await.lease.expect("a lease");
+        assert!(lease.holder != holder && !lease.ending, "{lease:?}");
+        second.release().await.expect("release");
+    }
+}
+
+/// One that died in the middle of that is waited for as any that died.
+#[tokio::test(start_paused = true)]
+async fn who_dies_while_it_closes_a_volume_is_waited_for_one_lease() {
+    let (clock, bucket) = (clock(), Bucket::in_memory());
     let first = open(&bucket, &clock, false).await.expect("first");
     first.say_ending().await;
-    let error = open(&bucket, &clock, false).await.expect_err("refused, after a minute");
-    assert_eq!(error.kind(), ErrorKind::Conflict);
-    assert!(error.hint().is_some_and(|hint| hint.contains("wait until its process has ended")), "{error:?}");
-
-    let begun = clock.now();
-    let next = tokio::spawn({
-        let (bucket, clock) = (bucket.clone(), clock.clone());
-        async move { open(&bucket, &clock, false).await }
-    });
-    clock.sleep(Duration::from_secs(30)).await;
-    assert!(!next.is_finished());
-    let holder = record(&first).lease.as_ref().expect("a lease").holder.clone();
-    first.release().await.expect("release");
-    let second = next.await.expect("no panic").expect("it waited");
-    assert!(clock.now() >= begun + Duration::from_secs(30));
-    assert_ne!(record(&second).lease.as_ref().expect("a lease").holder, holder);
+    tokio::time::sleep(LEASE).await;
+    assert!(stored(&bucket).await.lease.is_some_and(|lease| lease.ending));
+    drop(first);
+    let begun = Instant::now();
+    open(&bucket, &clock, false).await.expect("after the lease").check().expect("held");
+    assert!(begun.elapsed() > LEASE && begun.elapsed() < LEASE * 2, "{:?}", begun.elapsed());
 }
 
 #[tokio::test(start_paused = true)]
