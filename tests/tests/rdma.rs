@@ -53,7 +53,10 @@ fn cards_read_what_other_hosts_lend_and_fall_back_to_tcp() {
 fn ranks_of_several_hosts_restore_by_their_cards() {
     let test = "ranks_of_several_hosts_restore_by_their_cards";
     let tests = unit_tests("forebay-ckpt");
-    let ranks = Program::new(tests.clone(), &["restore::tests", "--nocapture"]);
+    // Those that have ways between hosts: an emulated processor takes minutes for the others.
+    let between =
+        ["ranks_", "what_is_read_aside_", "damage_that_ranks_"].map(|test| format!("restore::tests::{test}"));
+    let ranks = Program::new(tests.clone(), &[&between[0], &between[1], &between[2], "--nocapture"]);
     let ranks = ranks.envs(&[("FOREBAY_TEST_RDMA", "auto")]);
     let one = format!("{} restore::tests::ranks_read --nocapture", tests.display());
     let unlocked = as_nobody(64, &format!("FOREBAY_TEST_RDMA=rxe0:1:1,rxe1:1:1 {one}"));
@@ -65,7 +68,7 @@ fn ranks_of_several_hosts_restore_by_their_cards() {
     for part in ["test result: ok. 7 passed", "rank 0 has rxe0:1 (RoCE)", "rank 1 has rxe1:1 (RoCE)"] {
         assert!(copies.contains(part), "{part} is not in\n{copies}");
     }
-    for part in ["test result: ok.", "rank 0 has rxe0:1 (RoCE)", "rank 1 has rxe1:1 (RoCE)"] {
+    for part in ["test result: ok. 3 passed", "rank 0 has rxe0:1 (RoCE)", "rank 1 has rxe1:1 (RoCE)"] {
         assert!(ranks.contains(part), "{part} is not in\n{ranks}");
     }
     assert!(!ranks.contains("did without its card"), "{ranks}");
