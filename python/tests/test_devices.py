@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,14 @@ import forebay
 
 FAKE = Path(__file__).resolve().parents[2] / "io/src/device/fake_driver.c"
 
-PRELUDE = """
-import ctypes, os, sys, warnings
+IMPORTS = """
+import ctypes, json, os, signal, sys, warnings
 import torch, forebay
+import forebay._flatten, forebay._devices
 from forebay import _leaf
+"""
 
+PRELUDE = """
 # Tensors of 4 KiB and more stand for those of a device; the stand-in's memory is the host's.
 warnings.simplefilter("error", forebay.CheckpointWarning)
 
@@ -43,7 +47,6 @@ def tensor_leaf(name, path, tensor, dtype, plain=_leaf.tensor_leaf):
 class Stream:
     cuda_stream = 0
 
-import forebay._flatten, forebay._devices
 forebay._flatten.tensor_leaf = tensor_leaf
 forebay._devices.ordinal_of = lambda leaf: 0
 torch.cuda.current_stream = lambda ordinal: Stream
@@ -60,32 +63,70 @@ def log():
 def fill(tensor, value):
     "What the trainer submits: done once somebody waits for it."
     fake.fake_fill(None, ctypes.c_void_p(tensor.data_ptr()), value, ctypes.c_size_t(tensor.numel() * tensor.element_size()))
-
-url = sys.argv[1]
 """
 """What each program begins with; `fake` is the stand-in, None where there is none."""
 
+SERVER = """
+import gc
+import torch._dynamo  # As an optimizer does when it is made.
+
+gc.freeze()
+
+for line in sys.stdin:
+    program, url, told, said = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(told, os.O_CREAT | os.O_WRONLY), 1)
+        os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY), 2)
+        signal.alarm(120)
+        exec(program)
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Runs programs, each in a process of its own that goes on from here: torch takes seconds to import."""
+
+
+class Driver:
+    """Runs programs that find the stand-in for their driver."""
+
+    def __init__(self, folder: Path) -> None:
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", FAKE], check=True)
+        self._folder = folder
+        environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+        command = [sys.executable, "-c", IMPORTS + SERVER]
+        self._server = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, url: Path, program: str) -> str:
+        """What a program prints."""
+        told, said = self._folder / "told", self._folder / "said"
+        for output in (told, said):
+            output.unlink(missing_ok=True)
+        whole = PRELUDE + textwrap.dedent(program)
+        requests, answers = self._server.stdin, self._server.stdout
+        assert requests and answers
+        requests.write(json.dumps([whole, str(url), str(told), str(said)]) + "\n")
+        requests.flush()
+        code = answers.readline().strip()
+        assert code == "0", f"{code}: {said.read_text()}"
+        return told.read_text()
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._server.kill()
+        self._server.communicate()
+
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the stand-in."""
-    folder = tmp_path_factory.mktemp("driver")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", FAKE], check=True)
-    return folder
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    driver = Driver(tmp_path_factory.mktemp("driver"))
+    yield driver
+    driver.close()
 
 
-def run(driver: Path, url: Path, program: str) -> str:
-    """What a program prints that finds the stand-in for its driver."""
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(driver)}
-    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(program), str(url)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_a_snapshot_holds_what_was_submitted_before_it(driver: Path, tmp_path: Path) -> None:
-    run(
-        driver,
+def test_a_snapshot_holds_what_was_submitted_before_it(driver: Driver, tmp_path: Path) -> None:
+    driver.run(
         tmp_path,
         """
         state = {"big": torch.zeros(5000), "odd": torch.zeros(70, 70).t(), "small": torch.zeros(3)}
@@ -112,9 +153,8 @@ def test_a_snapshot_holds_what_was_submitted_before_it(driver: Path, tmp_path: P
         assert loaded["odd"].shape == (70, 70) and loaded["small"].tolist() == [0, 0, 0]
 
 
-def test_parameters_are_copied_behind_the_training(driver: Path, tmp_path: Path) -> None:
-    run(
-        driver,
+def test_parameters_are_copied_behind_the_training(driver: Driver, tmp_path: Path) -> None:
+    driver.run(
         tmp_path,
         """
         import threading
@@ -184,10 +224,9 @@ forebay.Checkpointer._seal_behind = seal_behind
 """How tests go on that look at what happens behind the training."""
 
 
-def test_the_training_goes_on_once_the_device_has_copied(driver: Path, tmp_path: Path) -> None:
+def test_the_training_goes_on_once_the_device_has_copied(driver: Driver, tmp_path: Path) -> None:
     """It waited for the checksums, too. What changes after that is not in the step."""
-    run(
-        driver,
+    driver.run(
         tmp_path,
         BEHIND
         + """
@@ -219,10 +258,9 @@ with forebay.Checkpointer(url, every=2, rng=False) as checkpointer:
     assert forebay.Checkpointer(tmp_path).steps() == [2, 4]
 
 
-def test_a_process_that_ends_seals_what_the_device_has_copied(driver: Path, tmp_path: Path) -> None:
+def test_a_process_that_ends_seals_what_the_device_has_copied(driver: Driver, tmp_path: Path) -> None:
     """Whoever closed it or not."""
-    told = run(
-        driver,
+    told = driver.run(
         tmp_path,
         BEHIND
         + """
@@ -244,10 +282,9 @@ threading.Timer(0.3, may_end.set).start()
     assert json.loads(told) == [parameter.sum().item() for parameter in model.parameters()]
 
 
-def test_what_fails_behind_the_training_is_told_by_the_next_step(driver: Path, tmp_path: Path) -> None:
+def test_what_fails_behind_the_training_is_told_by_the_next_step(driver: Driver, tmp_path: Path) -> None:
     """As what the agent tells is; and it costs no slot."""
-    told = run(
-        driver,
+    told = driver.run(
         tmp_path,
         BEHIND
         + """
@@ -290,9 +327,8 @@ with forebay.Checkpointer(url, every=2) as checkpointer:
     assert forebay.Checkpointer(tmp_path).steps() == [8]
 
 
-def test_a_change_before_the_device_has_copied_is_told(driver: Path, tmp_path: Path) -> None:
-    told = run(
-        driver,
+def test_a_change_before_the_device_has_copied_is_told(driver: Driver, tmp_path: Path) -> None:
+    told = driver.run(
         tmp_path,
         BEHIND
         + """
@@ -315,9 +351,8 @@ with forebay.Checkpointer(url, every=1) as checkpointer:
 
 
 @pytest.mark.parametrize("call", ["cuMemHostRegister", "cuMemcpyDtoHAsync", "cuEventSynchronize", "cuEventRecord"])
-def test_what_the_driver_refuses_is_told(driver: Path, tmp_path: Path, call: str) -> None:
-    run(
-        driver,
+def test_what_the_driver_refuses_is_told(driver: Driver, tmp_path: Path, call: str) -> None:
+    driver.run(
         tmp_path,
         f"""
         warnings.simplefilter("default")
@@ -339,10 +374,9 @@ def test_what_the_driver_refuses_is_told(driver: Path, tmp_path: Path, call: str
     assert forebay.load(tmp_path, step=2)["big"].tolist() == [1.0] * 5000
 
 
-def test_a_copy_behind_the_training_that_fails_costs_no_slot(driver: Path, tmp_path: Path) -> None:
+def test_a_copy_behind_the_training_that_fails_costs_no_slot(driver: Driver, tmp_path: Path) -> None:
     """The slot was lost with the copy, and a later save waited for ever."""
-    told = run(
-        driver,
+    told = driver.run(
         tmp_path,
         """
         from forebay import _saver
@@ -383,18 +417,21 @@ def test_a_missing_driver_leaves_the_copying_to_torch(tmp_path: Path) -> None:
     folder, place = tmp_path / "driver", tmp_path / "run"
     folder.mkdir()
     (folder / "libcuda.so.1").write_bytes(b"no library")
-    run(
-        folder,
-        place,
+    program = PRELUDE + textwrap.dedent(
         """
+        url = sys.argv[1]
         assert fake is None, "a driver was found"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             forebay.save({"w": torch.ones(2000)}, url)
         told = [str(warning.message) for warning in caught if warning.category is forebay.CheckpointWarning]
         assert len(told) == 1 and "torch has to copy them: no CUDA driver is at hand" in told[0], told
-        """,
+        """
     )
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+    command = [sys.executable, "-c", IMPORTS + program, str(place)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     assert forebay.load(place)["w"].tolist() == [1.0] * 2000
 
 

@@ -12,10 +12,7 @@ use forebay_io::object::ObjectInfo;
 use super::claimed::{Below, MOST_CLAIMED};
 use super::path::Spelling;
 use super::{Change, Records, prefix_with_slash, readable};
-use crate::schema::{Claim, Deletion, HolderState, Inode, Intent, Move, Tag};
-
-/// Seconds that a store's clock may be behind this host's, with the second that it rounds to.
-const CLOCKS_APART: i64 = 2;
+use crate::schema::{CLOCKS_APART, Claim, Deletion, HolderState, Inode, Intent, Move, Tag};
 
 /// Whether a file may be written at a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -116,13 +113,13 @@ impl Change<'_, '_> {
         if inode.nlink > 0 { self.queue_move(ino) } else { Ok(()) }
     }
 
-    /// Whether a file whose bytes all lie elsewhere was written after the object that was found at its own path: what is
-    /// there is older content of the path, which a mount that died had not recorded, and not the file's.
+    /// Whether a file whose bytes all lie elsewhere was written, or came to its path, after the object that was found there:
+    /// what is there is older content of the path, which a mount that died had not recorded, and not the file's.
     pub(crate) fn outlives(&self, ino: InodeId, inode: &Inode, found: &ObjectInfo) -> Result<bool> {
         let layout = self.layout(ino, inode)?;
         let is_elsewhere =
             layout.blobs().next().is_some() && layout.blobs().all(|blob| blob.key != found.key);
-        Ok(is_elsewhere && found.modified.seconds + CLOCKS_APART < inode.mtime.seconds)
+        Ok(is_elsewhere && found.modified.seconds + CLOCKS_APART < inode.since())
     }
 
     /// Whether a file never had content, and an object at `key` is its first: whether that was written through a mount that

@@ -63,6 +63,10 @@ pub struct Inode {
     pub extents: Vec<Extent>,
     /// Of a file: how many `E` records there are, numbered from 0, whose order says nothing.
     pub further: u32,
+    /// Of a file: since when, in seconds, its path has the content that it has, where `mtime` does not tell, as programs set
+    /// that. [`Inode::since`] is to be asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub since: Option<i64>,
     /// Of a symlink: where it points.
     #[serde(with = "super::text")]
     pub target: Bytes,
@@ -74,6 +78,12 @@ pub struct Inode {
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub packed: bool,
 }
+
+/// Seconds that a store's clock may be behind this host's, with the second that it rounds to.
+pub const CLOCKS_APART: i64 = 2;
+
+/// What may follow in a file's record.
+const SINCE: u8 = 1;
 
 /// The bits of a directory's flags.
 const KEPT: u8 = 1;
@@ -108,6 +118,7 @@ impl Inode {
             home: None,
             extents: Vec::new(),
             further: 0,
+            since: None,
             target: Bytes::new(),
             run: NumberRun::default(),
             kept: false,
@@ -131,6 +142,21 @@ impl Inode {
         if self.mode & GROUP_EXECUTE != 0 {
             self.mode &= !SET_GID;
         }
+    }
+
+    /// Since when a file's path has the content that it has, in seconds: what was there before is older.
+    pub fn since(&self) -> i64 {
+        self.since.unwrap_or(self.mtime.seconds)
+    }
+
+    /// Notes since when that is. Of what is at its path in one object nobody will ask.
+    pub fn note_since(&mut self, since: i64) {
+        let is_told = self.mtime.seconds.abs_diff(since) <= CLOCKS_APART.unsigned_abs();
+        let is_sealed = self.home.as_ref().is_some_and(|home| match &self.extents[..] {
+            [only] if self.further == 0 => only.blob() == Some(home),
+            _ => false,
+        });
+        self.since = (!is_told && (self.since.is_some() || !is_sealed)).then_some(since);
     }
 
     /// What stat shows, but for what nobody has set.
@@ -180,6 +206,10 @@ impl Inode {
             FileKind::File => {
                 encode_list(&mut out, self.home.as_ref(), &self.extents);
                 out.number(u64::from(self.further));
+                if let Some(since) = self.since {
+                    out.byte(SINCE);
+                    out.signed(since);
+                }
             }
             FileKind::Directory => {
                 out.byte(if self.kept { KEPT } else { 0 } | if self.packed { PACKED } else { 0 });
@@ -210,6 +240,12 @@ impl Inode {
             FileKind::File => {
                 (inode.home, inode.extents) = decode_list(&mut from)?;
                 inode.further = from.small()?;
+                if from.has_more() {
+                    inode.since = match from.byte()? {
+                        SINCE => Some(from.signed()?),
+                        other => return Err(from.bad(&format!("has a field of type {other}"))),
+                    };
+                }
             }
             FileKind::Directory => {
                 let flags = from.byte()?;

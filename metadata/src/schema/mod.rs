@@ -14,7 +14,7 @@ mod intent;
 mod quota;
 
 pub use codec::{FORMAT, decode_plain, encode_plain};
-pub use inode::{Inode, NumberRun, OWN_NUMBERS, decode_extents, encode_extents};
+pub use inode::{CLOCKS_APART, Inode, NumberRun, OWN_NUMBERS, decode_extents, encode_extents};
 pub(crate) use inode::{SET_GID, SET_UID};
 pub use intent::{Announced, Earlier, Intent, Mark};
 pub use key::{Keys, Tag, hash_of};

@@ -108,6 +108,9 @@ fn golden_values() {
          01 02 03642f66 027631 ac02 016f 027631 0a \
          03 00 01 64 00 00 0a 00 02 6869 00 01 0a 01 00 01",
     );
+    let mut old = Inode::new(FileKind::File, 0o644, (0, 0), Timestamp::default());
+    old.note_since(64);
+    check(old.encode(), "0100 a403 00 00 01 00 00 0000 0000 0000 00 01 00 00 00 00 00 01 8001");
     let mut directory = Inode::new(FileKind::Directory, 0o755, (0, 0), Timestamp::default());
     directory.run = NumberRun { next: 4, end: 64 };
     directory.kept = true;
@@ -187,6 +190,11 @@ fn check_decoding<T: PartialEq + std::fmt::Debug>(
 #[test]
 fn only_whole_values_are_read() {
     check_decoding(file(), file().encode(), Inode::decode);
+    let mut old = file();
+    old.since = Some(1 << 40);
+    let value = old.encode();
+    assert_eq!(Inode::decode(value.clone()).expect("whole"), old);
+    Inode::decode(value.slice(..value.len() - 1)).expect_err("cut short");
     let mut link = Inode::new(FileKind::Symlink, 0o777, (0, 0), Timestamp::default());
     link.target = Bytes::from_static(b"../x");
     check_decoding(link.clone(), link.encode(), Inode::decode);

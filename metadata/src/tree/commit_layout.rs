@@ -96,6 +96,7 @@ pub(super) fn commit_layout(
         inode.generation = change.next_generation(&inode);
         change.tell_of_inode(ino, true);
         inode.mtime = mtime;
+        inode.note_since(change.now.seconds);
         // The change was made when the content was, not now; utimes may have set an mtime that is still to come.
         inode.ctime = inode.ctime.max(mtime.min(change.now));
         change.shared.quotas.release(ino);

@@ -26,7 +26,13 @@ pub(super) fn set_attributes(
     inode.uid = wanted.uid.unwrap_or(inode.uid);
     inode.gid = wanted.gid.unwrap_or(inode.gid);
     inode.atime = wanted.atime.unwrap_or(inode.atime);
-    inode.mtime = wanted.mtime.unwrap_or(inode.mtime);
+    if let Some(mtime) = wanted.mtime {
+        let since = inode.since();
+        inode.mtime = mtime;
+        if inode.kind == FileKind::File {
+            inode.note_since(since);
+        }
+    }
     inode.ctime = change.now;
     // What somebody set on a directory is not to vanish with its last object.
     inode.kept |= inode.kind == FileKind::Directory;

@@ -135,6 +135,9 @@ pub(super) fn follow_attributes(
     let from = &source.inode;
     (inode.mode, inode.uid, inode.gid) = (from.mode, from.uid, from.gid);
     (inode.atime, inode.mtime) = (from.atime, from.mtime);
+    if inode.kind == FileKind::File {
+        inode.note_since(change.now.seconds);
+    }
     if inode.kind == FileKind::Directory {
         (inode.kept, inode.packed) = (true, from.packed);
     }

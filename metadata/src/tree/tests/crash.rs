@@ -1,11 +1,14 @@
 //! Power cuts: at every request of the mover, between every step of a write, and at random.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use forebay_core::{ErrorKind, FileLayout, InodeId};
+use forebay_io::clock::Clock;
 use forebay_io::object::{Condition, FaultMode, Faults, OperationKind};
 use futures::FutureExt;
 
+use super::clone::clone;
 use super::segments::write_packed;
 use super::world::*;
 use crate::fsck::Repair;
@@ -316,7 +319,7 @@ async fn what_was_removed_before_an_open_of_it_failed_is_gone() {
 async fn new_content_is_found_after_a_crash_whatever_the_time_of_the_file() {
     let world = World::memory().await;
     let tree = world.open().await;
-    let later = forebay_io::clock::Clock::system().wall().seconds + 60;
+    let later = Clock::system().wall().seconds + 60;
     let ino = make_owned(&world, &tree, "a", "old", later).await;
     tree.sync().await.expect("synced");
     world.write(&tree, ino, b"new").await.expect("written");
@@ -661,40 +664,73 @@ pub(super) async fn make_owned(
 }
 
 /// Synced content stays the file's when an older object turns up at its path, by the intent to write there or in a listing:
-/// content in an owned blob, or in the object of the path before. The object goes, or is replaced by the next content.
+/// content in an owned blob, or in the object of the path before, whatever time the file was given, as it was written or
+/// later, and however long ago it was written where it came to the path since. The object goes, or is replaced by the next
+/// content.
 #[tokio::test]
 async fn an_older_object_at_the_path_does_not_replace_newer_content() {
-    let later = forebay_io::clock::Clock::system().wall().seconds + 60;
-    for (is_intended, is_renamed) in [(true, false), (false, false), (true, true)] {
-        let world = World::memory().await;
-        let tree = world.open().await;
-        let file = if is_renamed {
-            world.write_path(&tree, "b", "newer").await.expect("written");
-            let file = resolve(&tree, "b").await.expect("found").ino;
-            let times = SetAttributes { mtime: Some(time(later)), ..SetAttributes::default() };
-            tree.set_attributes(file, times).await.expect("set");
-            rename(&tree, "b", "a", RenameMode::Replace).await.expect("renamed");
-            file
-        } else {
-            make_owned(&world, &tree, "a", "newer", later).await
-        };
-        if is_intended {
-            tree.place(file, false).await.expect("placed");
+    for came in [Came::Dated, Came::WrittenAndDated, Came::Renamed, Came::Cloned] {
+        for is_intended in [true, false] {
+            if came == Came::Renamed && !is_intended {
+                continue;
+            }
+            println!("{came:?}, intended {is_intended}");
+            older_object(came, is_intended).await;
         }
-        tree.sync().await.expect("synced");
-        world.put("a", b"older").await;
-        world.crash(tree, true).await;
-        let tree = world.open().await;
-        paths(&tree).await;
-        assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "newer");
-        if !is_renamed {
-            world.write_path(&tree, "a", "newer").await.expect("written");
-        }
-        for _ in 0..3 {
-            tree.drain().await.expect("drained");
-        }
-        world.check_objects(&[("a", "newer")]).await;
     }
+}
+
+/// How a file of an old time came to its path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Came {
+    Dated,
+    WrittenAndDated,
+    Renamed,
+    Cloned,
+}
+
+async fn older_object(came: Came, is_intended: bool) {
+    let world = World::memory().await;
+    // What comes to the store is a minute older than what is done here.
+    let now = Clock::system().wall().seconds + 60;
+    world.clock.advance(Duration::from_secs(now.unsigned_abs()));
+    let tree = world.open().await;
+    let date = async |file| {
+        let times = SetAttributes { mtime: Some(time(1)), ..SetAttributes::default() };
+        tree.set_attributes(file, times).await.expect("set");
+    };
+    if came == Came::Renamed {
+        world.write_path(&tree, "b", "newer").await.expect("written");
+        date(resolve(&tree, "b").await.expect("found").ino).await;
+    }
+    match came {
+        Came::Dated => _ = make_owned(&world, &tree, "a", "newer", 1).await,
+        Came::WrittenAndDated => date(make_owned(&world, &tree, "a", "newer", now).await).await,
+        Came::Renamed => rename(&tree, "b", "a", RenameMode::Replace).await.expect("renamed"),
+        Came::Cloned => {
+            make_owned(&world, &tree, "b", "newer", 1).await;
+            clone(&tree, "b", "a").await.map(drop).expect("cloned");
+        }
+    }
+    let file = resolve(&tree, "a").await.expect("found").ino;
+    if is_intended {
+        tree.place(file, false).await.expect("placed");
+    }
+    tree.sync().await.expect("synced");
+    world.put("a", b"older").await;
+    world.crash(tree, true).await;
+    let tree = world.open().await;
+    paths(&tree).await;
+    assert_eq!(world.read_path(&tree, "a").await.expect("bytes"), "newer");
+    if came != Came::Renamed {
+        world.write_path(&tree, "a", "newer").await.expect("written");
+    }
+    for _ in 0..3 {
+        tree.drain().await.expect("drained");
+    }
+    // What was cloned has its bytes where they were.
+    let all: &[_] = if came == Came::Cloned { &[("*", "newer"), ("a", "newer")] } else { &[("a", "newer")] };
+    world.check_objects(all).await;
 }
 
 /// A file that takes the place of a deleted one, cut off after its bytes came to the path: they are its own, and go with it.
