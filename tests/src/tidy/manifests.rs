@@ -28,7 +28,7 @@ const OWNERS: &[(&str, &[&str])] = &[
     ("reqwest", &["io"]),
     ("sideway", &["io"]),
     ("slatedb", &["metadata"]),
-    ("zstd", &["io"]),
+    ("zstd", &["io", "python"]), // python names its features, for tests: `alike`
 ];
 
 /// Edges that do not go strictly down.
