@@ -114,12 +114,17 @@ impl Change<'_, '_> {
     }
 
     /// Whether a file whose bytes all lie elsewhere was written, or came to its path, after the object that was found there:
-    /// what is there is older content of the path, which a mount that died had not recorded, and not the file's.
+    /// what is there is older content of the path, which a mount that died had not recorded, and not the file's. The times of
+    /// a folder's files are set by programs as those of the tree's are, and compared with these alone.
     pub(crate) fn outlives(&self, ino: InodeId, inode: &Inode, found: &ObjectInfo) -> Result<bool> {
         let layout = self.layout(ino, inode)?;
         let is_elsewhere =
             layout.blobs().next().is_some() && layout.blobs().all(|blob| blob.key != found.key);
-        Ok(is_elsewhere && found.modified.seconds + CLOCKS_APART < inode.since())
+        let since = match self.shared.spelling {
+            Spelling::Files => inode.mtime.seconds,
+            _ => inode.since(),
+        };
+        Ok(is_elsewhere && found.modified.seconds + CLOCKS_APART < since)
     }
 
     /// Whether a file never had content, and an object at `key` is its first: whether that was written through a mount that

@@ -1,7 +1,7 @@
 //! Names: what they may be, and what giving and taking one means.
 
 use bytes::Bytes;
-use forebay_core::{Error, ErrorKind, FileKind, InodeId, Result};
+use forebay_core::{Error, ErrorKind, InodeId, Result};
 
 use super::{Change, Charge, Records, Removed, usage_of};
 use crate::schema::{Dentry, Inode, Tag, encode_plain};
@@ -110,9 +110,6 @@ impl Change<'_, '_> {
         if inode.parent == from.0 && inode.name == from.1 {
             inode.parent = to.0;
             inode.name = Bytes::copy_from_slice(to.1);
-            if inode.kind == FileKind::File {
-                inode.since = Some(self.now.seconds);
-            }
             return Ok(());
         }
         self.delete(self.keys().link(ino, from.0, from.1))?;

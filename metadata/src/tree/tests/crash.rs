@@ -1,10 +1,8 @@
 //! Power cuts: at every request of the mover, between every step of a write, and at random.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use forebay_core::{ErrorKind, FileLayout, InodeId};
-use forebay_io::clock::Clock;
 use forebay_io::object::{Condition, FaultMode, Faults, OperationKind};
 use futures::FutureExt;
 
@@ -318,9 +316,9 @@ async fn what_was_removed_before_an_open_of_it_failed_is_gone() {
 #[tokio::test]
 async fn new_content_is_found_after_a_crash_whatever_the_time_of_the_file() {
     let world = World::memory().await;
+    world.be_ahead();
     let tree = world.open().await;
-    let later = Clock::system().wall().seconds + 60;
-    let ino = make_owned(&world, &tree, "a", "old", later).await;
+    let ino = make_owned(&world, &tree, "a", "old", 1).await;
     tree.sync().await.expect("synced");
     world.write(&tree, ino, b"new").await.expect("written");
     world.crash(tree, false).await;
@@ -691,9 +689,8 @@ enum Came {
 
 async fn older_object(came: Came, is_intended: bool) {
     let world = World::memory().await;
-    // What comes to the store is a minute older than what is done here.
-    let now = Clock::system().wall().seconds + 60;
-    world.clock.advance(Duration::from_secs(now.unsigned_abs()));
+    world.be_ahead();
+    let now = world.clock.wall().seconds;
     let tree = world.open().await;
     let date = async |file| {
         let times = SetAttributes { mtime: Some(time(1)), ..SetAttributes::default() };

@@ -29,14 +29,16 @@ async fn check(world: &World, tree: &LocalTree, expected: &[(&str, &str)]) {
 /// bytes went for it.
 #[tokio::test]
 async fn an_outsiders_object_at_a_path_of_before_is_not_the_files() {
-    let soon = forebay_io::clock::Clock::system().wall().seconds + 60;
-    for mtime in [1, soon] {
+    for is_ahead in [false, true] {
         for (crashes, is_directory) in [(false, false), (true, false), (false, true), (true, true)] {
-            println!("mtime {mtime}, crashes {crashes}, directory {is_directory}");
+            println!("ahead {is_ahead}, crashes {crashes}, directory {is_directory}");
             let world = World::memory().await;
+            if is_ahead {
+                world.be_ahead();
+            }
             let tree = world.open().await;
             make_directory(&tree, "d").await.expect("made");
-            let ino = make_owned(&world, &tree, "d/a", "newer", mtime).await;
+            let ino = make_owned(&world, &tree, "d/a", "newer", 1).await;
             let placement = tree.place(ino, true).await.expect("placed");
             assert!(matches!(placement, Placement::Own { .. }), "{placement:?}");
             let to = if is_directory { ("d", "e") } else { ("d/a", "d/b") };
@@ -162,25 +164,27 @@ async fn what_comes_after_the_death_of_who_asked_for_it_does_not_replace_newer_c
 /// was gone with it.
 #[tokio::test]
 async fn what_is_about_to_be_deleted_at_a_path_is_not_what_was_written_there_in_doubt() {
-    let soon = forebay_io::clock::Clock::system().wall().seconds + 60;
     for seals in [false, true] {
-        for (crashes, mtime) in [(false, 1), (true, 1), (false, soon), (true, soon)] {
-            println!("seals {seals}, crashes {crashes}, mtime {mtime}");
+        for (crashes, is_ahead) in [(false, false), (true, false), (false, true), (true, true)] {
+            println!("seals {seals}, crashes {crashes}, ahead {is_ahead}");
             let world = World::memory().await;
+            if is_ahead {
+                world.be_ahead();
+            }
             let mut tree = world.open().await;
             let file = match seals {
                 false => {
                     world.write_path(&tree, "b", "old").await.expect("written");
                     resolve(&tree, "b").await.expect("found").ino
                 }
-                true => make_owned(&world, &tree, "b", "old", mtime).await,
+                true => make_owned(&world, &tree, "b", "old", 1).await,
             };
             tree.place(file, seals).await.expect("placed");
             tree.doubt(file).await.expect("noted");
             rename(&tree, "b", "y", RenameMode::Replace).await.expect("renamed");
             let put = world.bucket().put(&tree.fresh_blob(), "newer".into(), Condition::IfAbsent).await;
             let (_, generation) = tree.layout(file).await.expect("a layout");
-            let (layout, time) = (FileLayout::of_blob(put.expect("put").blob()), time(mtime));
+            let (layout, time) = (FileLayout::of_blob(put.expect("put").blob()), time(1));
             tree.commit_layout(file, generation, layout, time).await.expect("committed");
             world.write_path(&tree, "b", "other").await.expect("written");
             rename(&tree, "y", "b", RenameMode::Replace).await.expect("renamed");
