@@ -267,7 +267,7 @@ fn memory_that_is_uploaded_is_not_written_however_late_its_successor_comes() {
     first.set_linger(Some(Linger { place: place.clone(), for_ms: linger.as_millis() as u64 }));
     let agent = attach(&mut first);
     let uploading = fixture.hold_names();
-    let save = save(&mut first, 1, 20 << 20);
+    let save = save(&mut first, 1, 1 << 20);
     while matches!(save.progress(), Progress::Sent) {
         first.take_replies(PATIENCE).expect("replies");
     }
@@ -279,7 +279,7 @@ fn memory_that_is_uploaded_is_not_written_however_late_its_successor_comes() {
     second.adopt(found, true).expect("adopt");
     let own = attach(&mut second);
     let mut begin = || {
-        let tensor = TensorSpec::whole("t", Dtype::named("uint8").expect("u8"), vec![20 << 20]);
+        let tensor = TensorSpec::whole("t", Dtype::named("uint8").expect("u8"), vec![1 << 20]);
         second.begin(vec![tensor], TextLength::default(), 1, Duration::ZERO).expect("begin")
     };
     let filled = begin().expect("the slot that nothing is in");
@@ -289,7 +289,7 @@ fn memory_that_is_uploaded_is_not_written_however_late_its_successor_comes() {
     assert!(second.predecessor.is_some(), "it is not done yet");
     drop(uploading);
     agent.join().expect("agent").expect("served");
-    assert_eq!(fixture.load(1, 1), vec![1; 20 << 20]);
+    assert_eq!(fixture.load(1, 1), vec![1; 1 << 20]);
     second.dismiss();
     own.join().expect("agent").expect("served");
 }
