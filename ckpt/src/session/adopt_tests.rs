@@ -266,6 +266,10 @@ fn memory_that_is_uploaded_is_not_written_however_late_its_successor_comes() {
     let linger = Duration::from_millis(10);
     first.set_linger(Some(Linger { place: place.clone(), for_ms: linger.as_millis() as u64 }));
     let agent = attach(&mut first);
+    // Without its number it would be the later start of the two, which stores nothing.
+    while fixture.objects().is_empty() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
     let uploading = fixture.hold_names();
     let save = save(&mut first, 1, 1 << 20);
     while matches!(save.progress(), Progress::Sent) {
