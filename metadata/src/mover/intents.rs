@@ -448,7 +448,7 @@ fn seal(change: &mut Change<'_, '_>, ino: InodeId, mut inode: Inode, found: Blob
 
 fn adopt(change: &mut Change<'_, '_>, ino: InodeId, mut inode: Inode, found: &ObjectInfo) -> Result<()> {
     inode.generation = change.next_generation(&inode);
-    inode.mtime = found.modified;
+    (inode.mtime, inode.since) = (found.modified, None);
     inode.ctime = change.now;
     change.tell_all_of_inode(ino, true);
     seal(change, ino, inode, found.blob())

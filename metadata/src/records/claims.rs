@@ -175,7 +175,7 @@ impl Change<'_, '_> {
         inode.drop_set_id();
         self.delete(self.keys().xattr(ino, b"security.capability"))?;
         inode.generation = self.next_generation(&inode);
-        inode.mtime = found.modified;
+        (inode.mtime, inode.since) = (found.modified, None);
         inode.ctime = self.now;
         self.put_inode(ino, &inode)?;
         self.settle_home(ino, &inode)

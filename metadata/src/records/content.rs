@@ -50,9 +50,6 @@ impl Change<'_, '_> {
         inode.size = layout.size();
         inode.extents = head;
         inode.further = further;
-        if inode.home.is_some() && layout.single_blob() == inode.home.as_ref() {
-            inode.since = None;
-        }
         if further > 0 {
             self.note_layout(ino, Stored { layout, cuts });
         }

@@ -115,7 +115,9 @@ impl Change<'_, '_> {
         (inode.parent, inode.name) = (parent, Bytes::copy_from_slice(name));
         inode.kept |= is_directory;
         inode.ctime = self.now;
-        inode.since = (inode.kind == FileKind::File).then_some(self.now.seconds);
+        if inode.kind == FileKind::File {
+            inode.note_since(self.now.seconds);
+        }
         self.charge(parent, usage_of(&inode), Charge::Checked)?;
         self.put_inode(id.ino, &inode)?;
         self.put_dentry(parent, name, Dentry { ino: id.ino, kind: inode.kind })?;

@@ -149,14 +149,10 @@ impl Inode {
         self.since.unwrap_or(self.mtime.seconds)
     }
 
-    /// Notes since when that is. Of what is at its path in one object nobody will ask.
+    /// Notes since when that is.
     pub fn note_since(&mut self, since: i64) {
         let is_told = self.mtime.seconds.abs_diff(since) <= CLOCKS_APART.unsigned_abs();
-        let is_sealed = self.home.as_ref().is_some_and(|home| match &self.extents[..] {
-            [only] if self.further == 0 => only.blob() == Some(home),
-            _ => false,
-        });
-        self.since = (!is_told && (self.since.is_some() || !is_sealed)).then_some(since);
+        self.since = (!is_told).then_some(since);
     }
 
     /// What stat shows, but for what nobody has set.

@@ -235,7 +235,7 @@ fn arrive(change: &mut Change<'_, '_>, ino: InodeId, from: Place<'_>, to: Place<
     inode.kept |= inode.kind == FileKind::Directory;
     change.change_name((ino, &mut inode), from, to)?;
     if inode.kind == FileKind::File && (inode.parent, &inode.name[..]) == to {
-        inode.since = Some(change.now.seconds);
+        inode.note_since(change.now.seconds);
     }
     change.put_inode(ino, &inode)?;
     change.settle_home(ino, &inode)

@@ -26,4 +26,5 @@ mod doubts;
 mod lapses;
 mod damaged;
 mod following;
+mod found;
 mod remote;
